@@ -20,6 +20,7 @@ from fminfer.core.errors import ERROR_CODES, RETRYABLE
 # Whose table has the fields that an endpoint shares.
 SHOWN: dict[Endpoint, Endpoint] = {
     "chat": "completions",
+    "responses": "chat",
     "classify": "embeddings",
     "score": "embeddings",
     "rerank": "embeddings",
@@ -27,6 +28,7 @@ SHOWN: dict[Endpoint, Endpoint] = {
 ACTED_ON: tuple[Endpoint, ...] = (
     "completions",
     "chat",
+    "responses",
     "embeddings",
     "score",
     "rerank",
@@ -110,6 +112,7 @@ def fill(text: str) -> str:
         "fields: refused": refused("completions"),
         "fields: recorded": recorded(),
         "fields: refused in chat": refused("chat"),
+        "fields: refused in responses": refused("responses"),
         "fields: refused for vectors": refused("embeddings"),
         "fields: refused for scores": refused("score"),
         "fields: refused for rankings": refused("rerank"),

@@ -40,7 +40,7 @@ class LineBench:
         self.scheduler = scheduler
         self.intake = Intake(self.tokenizer, limits)
         self.loop = EngineLoop(
-            RequestStarter(self.tokenizer, limits.eos_ids, seed=1),
+            RequestStarter(self.tokenizer, limits.eos_ids, 1, limits.vocab_size),
             scheduler,
             pipeline,
             AnswerStyle(self.tokenizer, "auto"),

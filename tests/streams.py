@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 from fminfer.engine.engine_core import Delta, Event, Failed, Finished
@@ -54,7 +55,10 @@ def check_stream(
     for delta in deltas:
         assert isinstance(delta, Delta)
         joined.setdefault(delta.index, []).append(delta)
-    join = _join_message if last.choices and "message" in last.choices[0] else _join
+    join: Callable[[list[Delta]], dict[str, Any]] = _join
+    if last.choices and "message" in last.choices[0]:
+        has_thought = "reasoning_content" in last.choices[0]["message"]
+        join = partial(_join_message, has_thought=has_thought)
     choices = [join(joined[index]) for index in sorted(joined)]
     expected = [
         {name: value for name, value in choice.items() if name != "prompt_token_ids"}
@@ -77,18 +81,38 @@ def _join(deltas: list[Delta]) -> dict[str, Any]:
         "finish_reason": end.finish_reason,
         "token_ids": [token_id for delta in deltas for token_id in delta.token_ids],
     }
+    assert all(not delta.further_fields for delta in deltas[:-1])
+    choice |= end.further_fields
     return choice | (
         {} if end.stop_reason is None else {"stop_reason": end.stop_reason}
     )
 
 
-def _join_message(deltas: list[Delta]) -> dict[str, Any]:
+def join_calls(pieces: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the calls of such pieces; a piece without an id has more of the arguments."""
+    calls = list[dict[str, Any]]()
+    for piece in pieces:
+        if "id" in piece:
+            assert piece["index"] == len(calls)
+            calls.append(piece | {"function": dict(piece["function"])})
+        else:
+            assert piece.keys() == {"index", "function"}
+            assert piece["index"] == len(calls) - 1
+            calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
+    return calls
+
+
+def _join_message(deltas: list[Delta], *, has_thought: bool = False) -> dict[str, Any]:
     """Return the choice of chat that deltas are of."""
     choice = _join(deltas)
     content = choice.pop("text")
-    calls = [call for delta in deltas for call in delta.tool_calls]
-    assert [call["index"] for call in calls] == list(range(len(calls)))
+    calls = join_calls([call for delta in deltas for call in delta.tool_calls])
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if not deltas[-1].has_content:
+        assert content == "", "it ended in its thought"
+        message["content"] = None
+    if has_thought:
+        message["reasoning_content"] = "".join(d.reasoning for d in deltas) or None
     if calls:
         plain = [
             {name: call[name] for name in call if name != "index"} for call in calls

@@ -37,7 +37,16 @@ def make_answer_key(prepared: PreparedRequest, terms: bytes = b"") -> bytes:
     """
     params = prepared.params
     one_call = ["one call"] * prepared.keeps_one_call
-    head = (prepared.kind, prepared.tool_parser, params.effective_seed, *one_call)
+    one_call += ["named call"] * prepared.has_named_call
+    # the types of a call's arguments come from them
+    tools = [json.dumps(prepared.tools)] * bool(prepared.tools)
+    head = (
+        prepared.kind,
+        prepared.tool_parser,
+        params.effective_seed,
+        *one_call,
+        *tools,
+    )
     digest = hashlib.blake2b(terms, digest_size=32)
     digest.update(digest_meaning([], params))
     others = prepared.sources, prepared.num_start, prepared.vectors

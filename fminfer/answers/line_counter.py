@@ -20,6 +20,7 @@ from fminfer.contract.envelope import (
 )
 from fminfer.contract.fields import describe_value
 from fminfer.contract.request import Request, parse_request
+from fminfer.contract.responses import parse_response
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.errors import RequestError, line_error
 from fminfer.engine.intake import Intake
@@ -216,7 +217,9 @@ class EqualLines:
 def _parse_without_engine(
     fields: dict[str, Any], *, endpoint: Endpoint, clock: str
 ) -> Request:
-    if endpoint != "chat":
+    if endpoint == "responses":
+        fields = parse_response(fields, max_logprobs=MAX_LOGPROBS).fields
+    elif endpoint != "chat":
         return parse_request(fields, max_logprobs=MAX_LOGPROBS)
     chat = parse_chat(fields, max_logprobs=MAX_LOGPROBS)
     return Request([_show_prompt(chat)], chat.params)

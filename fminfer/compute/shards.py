@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from fminfer.compute.kernels.calls import SumsStruct
+from fminfer.compute.kernels.library_calls import SumsStruct
 from fminfer.compute.values.weights import KERNEL_TYPES
 from fminfer.core.errors import PipelineError
 

@@ -16,6 +16,7 @@ from fminfer.contract.prompts import check_choices, describe_foreign_field
 from fminfer.contract.read_fields import parse_fields
 from fminfer.contract.request import DEFAULTS, SamplingParams, make_params
 from fminfer.contract.row_warnings import RowWarning
+from fminfer.contract.tool_choice import AUTO, HeldCalls, ToolChoice, make_held_calls
 from fminfer.core.errors import RequestError
 
 # What a template is rendered with, by its name or by that of what renders it.
@@ -45,6 +46,10 @@ class ChatRequest:
     params: SamplingParams
     fills_context: bool  # params.max_tokens is a bound: the context may leave less
     keeps_one_call: bool = False  # an answer ends behind its first call
+    held_calls: HeldCalls | None = None  # what a grammar holds of its calls
+    # most tokens of a thought; -1: any number; None: the request does not say
+    thinking_budget: int | None = None
+    includes_reasoning: bool = True
     warnings: tuple[RowWarning, ...] = ()
 
 
@@ -89,13 +94,19 @@ def parse_chat(
         fields, "chat", max_logprobs=max_logprobs, is_strict=is_strict
     )
     tools = parse_tools(values.get("tools"))
-    if values.get("tool_choice") == "none":
+    choice: ToolChoice = values.get("tool_choice", AUTO)
+    if choice.mode == "none":
         tools = []
-    warnings += _make_strict_warnings(tools)
+    is_single = not values.get("parallel_tool_calls", True)
+    held_calls = make_held_calls(choice, tools, is_single=is_single)
     if tools and find_constraint(values) is not None:
+        _check_unforced(choice)
+        held_calls = None
         warnings.append(
             RowWarning("tools cannot be called by an answer that is constrained")
         )
+    if held_calls is not None:
+        _check_ends(values)
     max_tokens = _parse_max_tokens(values)
     most = max_new_tokens if max_tokens is None else max_tokens
     values |= {
@@ -113,9 +124,32 @@ def parse_chat(
         continues,
         params,
         fills_context=max_tokens is None,
-        keeps_one_call=not values.get("parallel_tool_calls", True),
+        keeps_one_call=is_single,
+        held_calls=held_calls,
+        thinking_budget=values.get("thinking_token_budget"),
+        includes_reasoning=values.get("include_reasoning", True),
         warnings=tuple(warnings),
     )
+
+
+def _check_unforced(choice: ToolChoice) -> None:
+    if choice.is_forced:
+        raise RequestError(
+            "out_of_range",
+            "tool_choice forces a call, and another field says what the answer must be. "
+            "Keep one of them",
+            "tool_choice",
+        )
+
+
+def _check_ends(values: Mapping[str, Any]) -> None:
+    if values.get("ignore_eos"):
+        raise RequestError(
+            "out_of_range",
+            "ignore_eos is true, and an answer whose calls follow their tools ends where "
+            "it is complete. Remove ignore_eos",
+            "ignore_eos",
+        )
 
 
 def _missing_messages_error(fields: Mapping[str, Any]) -> RequestError:
@@ -154,16 +188,6 @@ def _parse_logprobs(values: Mapping[str, Any]) -> int | None:
             "top_logprobs",
         )
     return None
-
-
-def _make_strict_warnings(tools: list[dict[str, Any]]) -> list[RowWarning]:
-    if not any(tool["function"].get("strict") for tool in tools):
-        return []
-    return [
-        RowWarning(
-            "strict of a tool is not enforced: arguments may differ from their schema"
-        )
-    ]
 
 
 def _parse_generation_prompt(values: Mapping[str, Any], *, continues: bool) -> bool:

@@ -146,6 +146,9 @@ def _parse_message(
                 f"give {instead}"
             )
             raise RequestError("unsupported_parameter", text, f"{name}.{field}")
+    for field in ("reasoning_content", "reasoning"):
+        if role == "assistant" and field in message:
+            check_type(f"{name}.{field}", message[field], str, "a string or null")
     # the old form of tool, which answers the call just before it
     if role == "function":
         message = (

@@ -100,7 +100,7 @@ def _set_whitespace(
     return replace(constraint, whitespace=whitespace)
 
 
-def _parse_json_schema(name: str, value: Any, most: int) -> Constraint:
+def parse_json_schema(name: str, value: Any, most: int = 0) -> Constraint:
     """Parse a schema: an object, true, or its text."""
     schema = value
     if isinstance(value, str):
@@ -283,7 +283,7 @@ _SCHEMA: Schema = {
 _CHOICES = make_list_schema(SOME_TEXT) | {"minItems": 1, "maxItems": MAX_CHOICES}
 _WHITE = Kind(_parse_whitespace, TEXT | {"pattern": _SPACES}, "a regex of white space")
 _WAYS = {
-    "json": Kind(_parse_json_schema, _SCHEMA, "a JSON Schema"),
+    "json": Kind(parse_json_schema, _SCHEMA, "a JSON Schema"),
     "regex": _make_text_kind("regex", "a regex"),
     "choice": Kind(_parse_choices, _CHOICES, "strings"),
     "grammar": _make_text_kind("grammar", "Lark or GBNF"),

@@ -6,14 +6,18 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-Endpoint = Literal["completions", "chat", "embeddings", "score", "rerank", "classify"]
+Endpoint = Literal[
+    "completions", "chat", "responses", "embeddings", "score", "rerank", "classify"
+]
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"
 # What a Batch line's url, and an HTTP request's path, may be.
 URLS: dict[str, Endpoint] = {
     COMPLETIONS: "completions",
     CHAT: "chat",
+    RESPONSES: "responses",
     EMBEDDINGS: "embeddings",
     "/v1/score": "score",
     "/v1/rerank": "rerank",
@@ -27,15 +31,14 @@ ALL_URLS: dict[str, Endpoint] = URLS | {
     "/v2/rerank": "rerank",
     "/classify": "classify",
 }
-DRAWING_ENDPOINTS = (
-    "completions",
-    "chat",
-)  # the others are of models that give vectors
-# What is asked, by the first of these fields that a request has.
+# The others are of models that give vectors.
+DRAWING_ENDPOINTS = ("completions", "chat", "responses")
+# What is asked, by the first of these fields that a request has. An `input` asks models
+# that give vectors for these.
 _ENDPOINT_OF_FIELD: dict[str, Endpoint] = {
     "prompt": "completions",
     "messages": "chat",
-    "input": "embeddings",
+    "input": "responses",
     "query": "rerank",
     "queries": "score",
     "text_1": "score",

@@ -126,6 +126,11 @@ class Envelope:
     endpoint: Endpoint | None = None
 
     @property
+    def is_response(self) -> bool:
+        """Whether `/v1/responses` is asked, unless the model gives vectors."""
+        return (self.endpoint or find_endpoint(self.fields)) == "responses"
+
+    @property
     def custom_id_text(self) -> str | None:
         """Return a Batch line's custom_id if it is a text.
 

@@ -41,6 +41,8 @@ from fminfer.contract.fields import (
     wrong_type_error,
 )
 from fminfer.contract.refused_fields import REFUSED, make_recorded_fields
+from fminfer.contract.response_fields import RESPONSE_FIELDS
+from fminfer.contract.tool_choice import TOOL_CHOICE
 from fminfer.core.errors import RequestError
 
 MAX_CANDIDATES = 128  # n and best_of
@@ -58,21 +60,6 @@ def _parse_chat_logprobs(name: str, value: Any, most: int) -> bool:
             name,
         )
     return bool(_SWITCH.parse(name, value, most))
-
-
-def _parse_tool_choice(name: str, value: Any, most: int) -> str:
-    if value == "required" or (
-        isinstance(value, dict) and value.get("type") not in ("auto", "none")
-    ):
-        raise RequestError(
-            "unsupported_parameter",
-            f"{name} is {describe_value(value)}, which forces a call, and this version "
-            "cannot do "
-            "that. Set "
-            'it to "auto" or "none", or ask for JSON by response_format',
-            name,
-        )
-    return str(_CHOICE.parse(name, value, most))
 
 
 def _make_fields(
@@ -108,7 +95,6 @@ _COUNT = make_integer_kind(0)
 _TOP_K = allow_values(_COUNT, "≥ 0; -1", (-1, 0))
 _CUT = allow_values(make_integer_kind(1), "≥ 1; -1", (-1, -1))
 _SIDE = make_enum_kind("left", "right")
-_CHOICE = make_enum_kind("auto", "none")
 _MODEL: Schema = {
     "anyOf": [{"type": "string", "maxLength": MAX_NAME_CHARS}, {"not": TEXT}]
 }
@@ -176,7 +162,8 @@ _MESSAGES = Field(
 _TOOLS = Field(
     "tools",
     make_unchecked_kind(TOOLS, "functions"),
-    "What the model may call, for the template.",
+    "What the model may call, for the template. Calls of a function with `strict: true` follow "
+    "its schema.",
 )
 # What decides which token a draw takes, beside the logits and the seed.
 _DRAWS = (
@@ -364,8 +351,10 @@ _CHAT_FIELDS = (
         ),
     ),
     *_make_fields(
-        replace(_CHOICE, parse=_parse_tool_choice),
-        tool_choice='"none" keeps the tools from the template. Default: "auto".',
+        TOOL_CHOICE,
+        tool_choice='"none" keeps the tools from the template. "required" forces one call or '
+        "several, a function exactly one of it. `allowed_tools` limits calls to some tools. "
+        'Default: "auto".',
     ),
     *_make_fields(
         _SWITCH,
@@ -383,6 +372,17 @@ _CHAT_FIELDS = (
         chat_template_kwargs="Further variables of the template, none of its own as `messages`.",
     ),
     *_make_fields(_TEXT, reasoning_effort="A variable of the template."),
+    *_make_fields(
+        allow_values(_COUNT, "≥ 0; -1", (-1, -1)),
+        "context",
+        thinking_token_budget="Most tokens of the thought; 0: none, -1: any number. Then its "
+        "closing tag is forced. Default: the run's `--thinking-budget`.",
+    ),
+    *_make_fields(
+        _SWITCH,
+        default=True,
+        include_reasoning="false: the message has no `reasoning_content`.",
+    ),
 )
 
 
@@ -454,9 +454,18 @@ def _index_fields(*rows: Field) -> dict[str, Field]:
     return fields_by_name
 
 
+_OTHERS_OF_RESPONSES = {each.name for each in (*RESPONSE_FIELDS, *REFUSED["responses"])}
 _ACTED_ON: dict[Endpoint, tuple[Field, ...]] = {
     "completions": (*_COMPLETIONS_FIELDS, *_GENERATION_FIELDS),
     "chat": (*_CHAT_FIELDS, *_GENERATION_FIELDS),
+    "responses": (
+        *RESPONSE_FIELDS,
+        *(
+            each
+            for each in (*_CHAT_FIELDS, *_GENERATION_FIELDS)
+            if each.name not in _OTHERS_OF_RESPONSES
+        ),
+    ),
     "embeddings": _EMBEDDINGS_FIELDS,
     "score": (*(each for each in _COMPARED if each.name != "query"), *_SCORE_FIELDS),
     "rerank": _RERANK_FIELDS,
@@ -481,4 +490,6 @@ _LINE_FIELDS = (
     *CONSTRAINTS.values(),
     *_RECORDED,
 )
-LINE_FIELDS = frozenset(each.name for each in _LINE_FIELDS)
+LINE_FIELDS = frozenset(each.name for each in _LINE_FIELDS).union(
+    ("instructions", "text", "reasoning", "include")  # of responses
+)

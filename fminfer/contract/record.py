@@ -20,6 +20,7 @@ from fminfer.contract.envelope import (
     quote_json,
 )
 from fminfer.contract.json_object import dump_json, find_members, parse_json
+from fminfer.contract.responses import convert_result
 from fminfer.core.errors import RequestError
 
 _START = b'{"request":'
@@ -28,7 +29,7 @@ _BATCH_START = b'{"id":"batch_req_'
 _RESPONSE = b',"response":'
 _ANSWER = re.compile(
     rb',"response":\{"status_code":200,"request_id":"req_([0-9a-f]{32})[0-9a-f]{16}",'
-    rb'"body":\{"id":"([a-z]+)-[0-9a-f]{32}"'
+    rb'"body":\{"id":"([a-z]+[-_])[0-9a-f]{32}"'
 )
 # of the prompt, those of it not computed again, and drawn ones
 Tokens = tuple[int, int, int]
@@ -76,7 +77,8 @@ class Record:
             # one that is kept would keep the frames that it passed
             raise copy(self.error)
         assert self.result is not None, "a record has a result or an error"
-        return [Choice(fields) for fields in self.result.get("choices", ())]
+        result = convert_result(self.result)
+        return [Choice(fields) for fields in result.get("choices", ())]
 
     @property
     def text(self) -> str:
@@ -212,7 +214,7 @@ class AnsweredRecord:
         """Return the tokens that its usage counts, or raise a ValueError."""
         try:
             result = self.fields.get("result") or self.fields["response"]["body"]
-            usage = result["usage"]
+            usage = convert_result(result)["usage"]
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             return (
                 int(usage["prompt_tokens"]),
@@ -295,7 +297,7 @@ def _readdress_batch_record(
         envelope.custom_id,
     )
     request_id = make_request_id(key, line_id).encode()
-    body = b'"request_id":"%s","body":{"id":"%s-%s"' % (
+    body = b'"request_id":"%s","body":{"id":"%s%s"' % (
         request_id,
         match[2],
         line_id.encode(),

@@ -9,6 +9,8 @@ an ignored field would change answers unseen. A new endpoint needs an entry in `
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.fields import ANYTHING, Field, make_unchecked_kind
@@ -46,8 +48,11 @@ _INSIDE = "Put its fields into the request itself, by the names in docs/contract
 _COLUMN = "Put a column of data beside a `request` object"
 _SCHEMA = "response_format or structured_outputs asks for JSON"
 _THOUGHT = (
-    "In chat, chat_template_kwargs switch thinking; max_tokens limits the whole answer"
+    "In chat, thinking_token_budget limits thoughts, and chat_template_kwargs may switch "
+    "them off"
 )
+_SPLIT = "reasoning_content has a chat's thought; include_reasoning false leaves it out"
+_UNSPLIT = "Thoughts are a part of the text here. In chat they are told apart"
 _SYSTEM = f"In chat, give a message with the role system. {_COLUMN}"
 _CONTEXT = "Give it to the run as --max-model-len"
 _WEIGHTS = "A run has one model; merge an adapter into it"
@@ -116,18 +121,10 @@ _DRAW_FIELDS = (
     *_refused(_END, [[], ""], "eos_token"),
     *_refused(_END, [False], "ban_eos_token", "no_stop_trim"),
     *_refused("repetition_penalty makes repetitions rare", [], "repetition_detection"),
-    *_refused("max_tokens limits the whole answer", [-1], "thinking_token_budget"),
     *_refused("Give it in the chat_template_kwargs of a chat", [], "enable_thinking"),
     *_refused(_THOUGHT, [], "think", "reasoning_budget"),
     *_refused(_THOUGHT, [], "thinking", "reasoning", only=dict),
     *_refused(_THOUGHT, [], "thinking_budget", "thinking_config"),
-    *_refused(
-        "A model's reasoning is a part of its text", ["none"], "reasoning_format"
-    ),
-    *_refused(
-        "A model's reasoning is a part of its text", [False], "separate_reasoning"
-    ),
-    *_refused("A model's reasoning is a part of its text", [False], "include_thoughts"),
     *_refused(_BEAMS, [False], "use_beam_search"),
     *_refused(_BEAMS, [1], "num_beams", "num_beam_groups", "beam_width"),
     *_refused("", [0], "diversity_penalty"),
@@ -197,7 +194,6 @@ _DRAW_FIELDS = (
     *_refused("", [], "previous_response_id"),
     *_refused("", [], "conversation", only=dict),
     *_refused("", [[]], "transforms", "plugins", "safety_settings"),
-    *_refused("A model's reasoning is a part of its text", [True], "include_reasoning"),
     *_refused(
         "POST /tokenize of a server returns a chat's tokens",
         [False],
@@ -316,6 +312,10 @@ _IN_CHAT = "It belongs to chat: give messages in place of prompt"
 _COMPLETIONS_FIELDS = (
     *_DRAW_FIELDS,
     *_refused(_IN_CHAT, [], "messages", "reasoning_effort"),
+    *_refused(_UNSPLIT, [-1], "thinking_token_budget"),
+    *_refused(_UNSPLIT, [True], "include_reasoning"),
+    *_refused(_UNSPLIT, [False], "separate_reasoning", "include_thoughts"),
+    *_refused(_UNSPLIT, ["none"], "reasoning_format"),
     *_refused(_IN_CHAT, [[]], "tools", "functions"),
     *_refused(_IN_CHAT, ["none", "auto"], "tool_choice"),
     *_refused(_IN_CHAT, [{}], "chat_template_kwargs"),
@@ -341,8 +341,47 @@ _CHAT_FIELDS = (
     *_refused("/v1/completions has best_of", [1], "best_of"),
     *_refused("/v1/completions has decoder_prompt", [], "decoder_prompt"),
     *_refused("Give tools and tool_choice", [[]], "functions"),
+    *_refused(_SPLIT, [True], "separate_reasoning", "include_thoughts"),
+    *_refused(_SPLIT, ["auto", "deepseek"], "reasoning_format"),
     *_refused("The template writes them", [False], "add_special_tokens"),
     *_refused("The template writes it", [], "add_bos_token"),
+)
+_NOTHING_KEPT = "No response is kept. Send the whole conversation as input"
+_ONE_CHOICE = "A response is one choice; /v1/chat/completions has n"
+_OF_RESPONSES = (
+    *_refused(_NOTHING_KEPT, [], "previous_response_id", "conversation"),
+    *_refused(
+        "No response is kept. A Batch file is answered later", [False], "background"
+    ),
+    *_refused("Write its text into instructions and input", [], "prompt"),
+    *_refused("The client calls each tool itself", [], "max_tool_calls"),
+    *_refused("", [[]], "context_management"),
+    *_refused("", [], "messages", "inputs", "input_ids", ours="input"),
+    *_refused("", [], "prompt_token_ids", ours="input"),
+    *_refused("", [], "instruction", ours="instructions"),
+    *_refused("", [], "max_tokens", "max_completion_tokens", ours="max_output_tokens"),
+    *_refused("text.format asks for JSON", [], "response_format"),
+    *_refused("Give it as reasoning.effort", [], "reasoning_effort"),
+    *_refused(
+        '"include": ["message.output_text.logprobs"] asks for them', [False], "logprobs"
+    ),
+    *_refused(_ONE_CHOICE, [1], "n", "best_of"),
+    *_refused("/v1/chat/completions has it", [True], "add_generation_prompt"),
+    *_refused("/v1/chat/completions has it", [False], "continue_final_message"),
+)
+# What the others of chat say of fields that a response has.
+_SUPPORTED = ("input", "instructions", "reasoning", "text", "max_output_tokens")
+_OTHER_HINTS: dict[str, dict[str, Any]] = {
+    "max_tokens": {"ours": "max_output_tokens"},
+    "n": {"ours": "", "help": _ONE_CHOICE},
+}
+_RESPONSES_FIELDS = (
+    *_OF_RESPONSES,
+    *(
+        replace(each, **_OTHER_HINTS.get(each.ours, {}))
+        for each in _CHAT_FIELDS
+        if each.name not in {*_SUPPORTED, *(row.name for row in _OF_RESPONSES)}
+    ),
 )
 _PROMPTS = "prompt_name names one of the model's own prompts; or write it into the text"
 _CUT = "truncate_prompt_tokens cuts each text"
@@ -485,6 +524,7 @@ _COMPARED = ("text_1", "text_2", "queries", "data_1", "data_2")
 REFUSED: dict[Endpoint, tuple[Field, ...]] = {
     "completions": _COMPLETIONS_FIELDS,
     "chat": _CHAT_FIELDS,
+    "responses": _RESPONSES_FIELDS,
     "embeddings": (
         *_VECTOR_FIELDS,
         *_NOT_RANKED,

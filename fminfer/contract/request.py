@@ -14,7 +14,7 @@ from fminfer.contract.labels import make_label_params
 from fminfer.contract.prompts import check_choices, parse_prompts
 from fminfer.contract.read_fields import parse_fields
 from fminfer.contract.row_warnings import RowWarning
-from fminfer.core.config import Constraint, KnownParser
+from fminfer.core.config import Constraint, KnownParser, Thought
 from fminfer.core.errors import RequestError
 
 
@@ -45,6 +45,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None  # -1: what the context leaves
     truncation_side: str = "left"  # or "right"
     constraint: Constraint | None = None  # what the text must be
+    thought: Thought | None = None  # before the text of a chat; None: all is text
     seed: int | None = None  # None: the run's seed, and equal lines differ
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
@@ -153,7 +154,10 @@ class Request:
     fills_context: bool = False
     # the form of tool calls in its answer; None: text
     tool_parser: KnownParser | None = None
+    # the tools, if that form needs their schemas
+    tools: tuple[dict[str, Any], ...] = ()
     keeps_one_call: bool = False  # its answer ends behind its first call
+    has_named_call: bool = False  # it names the function that its answer calls
     # what is made of its prompts' vectors; None: it draws
     vectors: VectorWish | None = None
 

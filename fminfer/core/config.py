@@ -47,10 +47,37 @@ NO_CONFIG = ("glm", "yalm")  # model types of the old tool: GLM-130B and YaLM-10
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 GenerationDefaults = Literal["openai", "model"]
 EmbeddingsForm = Literal["json", "npy"]
-KnownParser = Literal["hermes", "llama3_json"]
-ToolCallParser = Literal["auto", "hermes", "llama3_json", "none"]
+KnownParser = Literal[
+    "hermes",
+    "llama3_json",
+    "pythonic",
+    "mistral",
+    "qwen3_coder",
+    "glm45",
+    "minimax_m2",
+    "deepseek_v3",
+    "openai",
+    "granite",
+    "phi4_mini_json",
+]
+ToolCallParser = Literal["auto", KnownParser, "none"]
+KnownThoughts = Literal[
+    "qwen3",
+    "deepseek_r1",
+    "seed_oss",
+    "mistral",
+    "openai_gptoss",
+    "cohere",
+    "kimi",
+    "granite",
+    "open_thoughts",
+    "thinking",
+    "thought",
+    "reasoning",
+]
+ReasoningParser = Literal["auto", KnownThoughts, "none"]
 Offload = Literal["off", "auto", "cpu", "disk"]
-ConstraintKind = Literal["json", "regex", "choice", "grammar", "labels"]
+ConstraintKind = Literal["json", "regex", "choice", "grammar", "labels", "calls"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,10 +86,42 @@ class Constraint:
 
     kind: ConstraintKind
     # A JSON Schema with its keys in order; a regex; a JSON list of strings; Lark or GBNF;
-    # or a JSON list: labels whose probabilities are asked for, and how many are told.
+    # or a JSON list: labels whose probabilities are asked for, and how many are told;
+    # or, for calls of tools, a `CallSpec` in JSON.
     text: str
     # a regex of what may stand between JSON tokens; "": ours; "none": nothing
     whitespace: str = ""
+
+
+@dataclass(slots=True, frozen=True)
+class ThoughtForm:
+    """How a family writes its thoughts."""
+
+    opening: str
+    closing: str
+    sign: str = ""  # what a template has, beside the tags
+    sentence: str = ""  # that the makers publish for a budget that is used up
+    behind: str = (
+        "\n\n"  # what the family writes between the closing tag and the answer
+    )
+    later_openings: tuple[str, ...] = ()  # of thoughts behind the first one
+    leads: tuple[str, ...] = ()  # what may begin the answer, and is no part of it
+    answer_end: str = ""  # what ends it, and is no part of it
+
+    @property
+    def ending(self) -> str:
+        """What is forced where a budget is used up."""
+        return self.sentence + self.closing + self.behind
+
+
+@dataclass(slots=True, frozen=True)
+class Thought:
+    """What a request knows and wants of the thought before its answer."""
+
+    form: ThoughtForm
+    is_open: bool = False  # the prompt ends within it
+    budget: int | None = None  # most tokens of it; None: any number
+    is_told: bool = True  # the answer has its text
 
 
 @dataclass(slots=True, frozen=True)
@@ -434,6 +493,17 @@ class RequestOptions(Options):
     tool_call_parser: ToolCallParser = _recorded_option(
         "Format of the model's tool calls. auto: by its chat template. none: calls stay text.",
         default="auto",
+    )
+    reasoning_parser: ReasoningParser = _request_option(
+        "Tags of the thoughts before a chat's answers. auto: by its chat template. none: "
+        "thoughts stay text.",
+        default="auto",
+        alters="requests",
+    )
+    thinking_budget: Amount | None = _request_option(
+        "Most tokens of a chat's thought, where its thinking_token_budget does not say. "
+        "Then its closing tag is forced, and the answer follows.  [default: no limit]",
+        alters="requests",
     )
     generation_config: GenerationDefaults = _recorded_option(
         "Defaults of sampling parameters: those of the OpenAI API, or the model's own from "

@@ -19,15 +19,18 @@ from fminfer.engine.engine_core import Delta, Event, Failed, Finished
 from fminfer.engine.results import count_possible_stop_chars
 from fminfer.engine.sequence import (
     AnswerKind,
+    PreparedRequest,
     PromptState,
     RequestState,
     Sequence,
     TokenReport,
 )
+from fminfer.engine.thinking import ThoughtMatcher
 from fminfer.engine.vector_answer import make_vector_entries
+from fminfer.text.calls.call_reader import ToolCallReader
+from fminfer.text.calls.tool_call import ToolCall
 from fminfer.text.spelling import Spelling
 from fminfer.text.tokenizer import Tokenizer
-from fminfer.text.tool_calls import ToolCall, ToolCallReader
 
 PIECE_TOKENS = 256  # tokens of an answer that are built at once
 LOWEST_LOGPROB = -9999.0  # what -inf and everything below it becomes
@@ -88,6 +91,9 @@ def build_answer(state: RequestState, style: AnswerStyle) -> Iterator[Event | No
     ):
         details["truncated_tokens"] = num_cut
     usage["prompt_tokens_details"] = details
+    if prepared.params.thought is not None:
+        num_thought = sum(map(_count_thought_tokens, state.prompts))
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_thought}
     yield Finished(
         state.id,
         choices,
@@ -99,9 +105,21 @@ def build_answer(state: RequestState, style: AnswerStyle) -> Iterator[Event | No
 
 
 def _count_drawn(prompt: PromptState) -> int:
-    """Count completion tokens; a greedy candidate counts as often as it was asked for."""
-    copies = prompt.params.best_of if len(prompt.sequences) == 1 else 1
-    return copies * sum(len(sequence.tokens) for sequence in prompt.sequences)
+    """Count completion tokens."""
+    num_tokens = sum(len(sequence.tokens) for sequence in prompt.sequences)
+    return _count_copies(prompt) * num_tokens
+
+
+def _count_thought_tokens(prompt: PromptState) -> int:
+    """Count the completion tokens before answers, tags among them."""
+    thoughts = (sequence.thought for sequence in prompt.sequences)
+    num_tokens = sum(thought.num_tokens for thought in thoughts if thought is not None)
+    return _count_copies(prompt) * num_tokens
+
+
+def _count_copies(prompt: PromptState) -> int:
+    """Count how often a sequence counts: a greedy one as often as it was asked for."""
+    return prompt.params.best_of if len(prompt.sequences) == 1 else 1
 
 
 def _make_choice(
@@ -114,9 +132,11 @@ def _make_choice(
     if kind == "chat":
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": delta.text,
+            "content": delta.text if delta.has_content else None,
             "refusal": None,
         }
+        if params.thought is not None and params.thought.is_told:
+            message["reasoning_content"] = delta.reasoning or None
         if delta.tool_calls:
             names = ("id", "type", "function")  # without its place
             calls = [{name: call[name] for name in names} for call in delta.tool_calls]
@@ -128,7 +148,7 @@ def _make_choice(
     choice["finish_reason"] = delta.finish_reason
     if delta.stop_reason is not None:
         choice["stop_reason"] = delta.stop_reason
-    choice |= delta.label_fields
+    choice |= delta.further_fields
     if params.return_token_ids or not spelling.has_words:
         choice["prompt_token_ids"] = state.prompts[delta.index // params.n].ids
         choice["token_ids"] = delta.token_ids
@@ -140,25 +160,48 @@ class _StreamedPart:
     """What was returned of a sequence so far."""
 
     reader: ToolCallReader | None  # None: all of its text is content
-    num_calls: int = 0
+    num_calls: int = 0  # of which the last one may go on
     # read; of these, some may be held back as the beginning of a call
     num_chars: int = 0
     num_listed: int = 0  # tokens in the logprobs arrays
     num_drawn: int = 0  # tokens in all
+    num_thought_chars: int = (
+        0  # those up to the end of what was returned of the thought
+    )
+    num_answer_chars: int = 0  # those up to the end of what was returned of the answer
     has_prompt: bool = False  # the echoed prompt
     is_over: bool = False
+
+    def pop_reasoning(self, text: str, thought: ThoughtMatcher | None) -> str:
+        """Return what is new of the thought; thoughts after each other are lines."""
+        if thought is None or not thought.reader.thought.is_told:
+            return ""
+        reasoning = ""
+        for number, (start, end) in enumerate(thought.reader.spans):
+            if new := text[max(start, self.num_thought_chars) : end]:
+                is_next = number > 0 and start > self.num_thought_chars
+                reasoning += f"\n{new}" if is_next else new
+                self.num_thought_chars = end
+        return reasoning
+
+    def pop_answer(self, sequence: Sequence, num_chars: int) -> str:
+        """Return what is new of the answer's text, of which so many are certain."""
+        self.num_chars = num_chars
+        thought = sequence.thought
+        if thought is not None:
+            if thought.reader.phase != "answer":
+                return ""
+            start = thought.reader.answer_start
+            self.num_answer_chars = max(start, self.num_answer_chars)
+        text = sequence.text[self.num_answer_chars : num_chars]
+        self.num_answer_chars += len(text)
+        return text
 
     def split_calls(self, text: str, *, is_over: bool) -> tuple[str, list[ToolCall]]:
         """Add the next text, or the last; return the content and calls that are now certain."""
         if self.reader is None:
             return text, []
-        content, calls = self.reader.feed(text)
-        if is_over:
-            rest, more = self.reader.finish()
-            content = content + rest
-            calls = [*calls, *more]
-        self.num_calls += len(calls)
-        return content, calls
+        return self.reader.finish(text) if is_over else self.reader.feed(text)
 
 
 class DeltaStream:
@@ -193,27 +236,25 @@ class DeltaStream:
         params = sequence.prompt.params
         prepared = self._state.prepared
         if (part := self._streamed.get(sequence)) is None:
-            parser = prepared.tool_parser
-            reader = parser and ToolCallReader(
-                parser, keeps_one=prepared.keeps_one_call
-            )
-            part = self._streamed[sequence] = _StreamedPart(reader)
+            part = self._streamed[sequence] = _StreamedPart(_make_reader(prepared))
         is_over = sequence.finish_reason is not None
         if part.is_over or not (sequence.tokens or is_over):
             # before the first token the echoed prompt's scores are not all there
             return
+        if is_over and sequence.thought is not None:
+            sequence.thought.reader.finish()
         num_chars, num_listed = _count_certain(sequence, part.num_chars)
+        reasoning = part.pop_reasoning(sequence.text, sequence.thought)
         text, calls = part.split_calls(
-            sequence.text[part.num_chars : num_chars], is_over=is_over
+            part.pop_answer(sequence, num_chars), is_over=is_over
         )
-        part.num_chars = num_chars
         adds_prompt = params.echo and not part.has_prompt
         if adds_prompt:
             text = sequence.prompt.encoded.text + text
         # In chat, calls are held back for many tokens, which are not worth an empty delta each.
         is_quiet = prepared.kind == "chat" and params.logprobs is None
         has_listed = num_listed > part.num_listed and not is_quiet
-        if not (text or calls or has_listed or is_over):
+        if not (text or reasoning or calls or has_listed or is_over):
             return
         new_ids = [token.token_id for token in sequence.tokens[part.num_drawn :]]
         logprobs = _make_logprobs(
@@ -223,14 +264,12 @@ class DeltaStream:
             num_listed,
             with_prompt=adds_prompt,
         )
-        reason = sequence.finish_reason
-        if reason == "stop" and part.num_calls:
-            reason = "tool_calls"
+        first_place = part.num_calls
+        part.num_calls += sum(not call.goes_on for call in calls)
+        ends_by_calls = part.num_calls and _ends_by_calls(sequence)
+        reason = "tool_calls" if ends_by_calls else sequence.finish_reason
         for index in indices:
-            named = [
-                {"index": place} | _make_call_entry(call, sequence, index, place)
-                for place, call in enumerate(calls, part.num_calls - len(calls))
-            ]
+            named = _make_call_entries(calls, sequence, index, first_place)
             yield Delta(
                 self._state.id,
                 index,
@@ -240,7 +279,9 @@ class DeltaStream:
                 reason,
                 sequence.stop_reason,
                 named,
-                _make_label_fields(sequence),
+                _make_further_fields(sequence) if is_over else {},
+                reasoning,
+                not (is_over and sequence.thought and sequence.thought.is_open),
             )
         part.num_listed = num_listed
         part.num_drawn = len(sequence.tokens)
@@ -248,10 +289,36 @@ class DeltaStream:
         part.is_over = is_over
 
 
-def _make_label_fields(sequence: Sequence) -> dict[str, Any]:
-    """Return the `LABEL_FIELDS` of a choice whose labels are known; others have none."""
-    walk = sequence.prompt.walk
-    return {} if walk is None else walk.describe_answer()
+def _make_reader(prepared: PreparedRequest) -> ToolCallReader | None:
+    """Return what reads the calls of one choice; None: they stay text."""
+    if prepared.tool_parser is None:
+        return None
+    return ToolCallReader(
+        prepared.tool_parser,
+        prepared.tools,
+        keeps_one=prepared.keeps_one_call,
+        is_certain=prepared.params.constraint is not None,
+    )
+
+
+def _ends_by_calls(sequence: Sequence) -> bool:
+    """Return whether an answer with calls ended because of them.
+
+    As in OpenAI's API, the call of a function that the request names ends with "stop".
+    """
+    prepared = sequence.prompt.owner.prepared
+    is_held = prepared.params.constraint is not None
+    may_be_broken = is_held and sequence.stop_reason is not None
+    is_over = sequence.finish_reason == "stop"
+    return is_over and not prepared.has_named_call and not may_be_broken
+
+
+def _make_further_fields(sequence: Sequence) -> dict[str, Any]:
+    """Return the `FURTHER_FIELDS` of a choice that has ended."""
+    fields = {} if sequence.walk is None else sequence.walk.describe_answer()
+    if sequence.thought is not None and sequence.thought.is_truncated:
+        fields["reasoning_truncated"] = True
+    return fields
 
 
 def _choose_sequences(prompt: PromptState) -> list[Sequence]:
@@ -386,6 +453,21 @@ def _make_request_time(state: RequestState) -> dict[str, float]:
         "prefill_time": first_token_s - times.admitted_s,
         "decode_time": times.finished_s - first_token_s,
     }
+
+
+def _make_call_entries(
+    calls: list[ToolCall], sequence: Sequence, index: int, num_before: int
+) -> list[dict[str, Any]]:
+    """Return calls and pieces of calls as a delta has them, behind so many begun calls."""
+    entries = []
+    place = num_before - 1
+    for call in calls:
+        entry: dict[str, Any] = {"function": {"arguments": call.arguments}}
+        if not call.goes_on:
+            place += 1
+            entry = _make_call_entry(call, sequence, index, place)
+        entries.append({"index": place} | entry)
+    return entries
 
 
 def _make_call_entry(

@@ -10,10 +10,14 @@ from fminfer.contract.prompts import check_text
 from fminfer.contract.read_fields import describe_guess
 from fminfer.contract.request import Request
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
-from fminfer.core.config import KnownParser, ToolCallParser
+from fminfer.contract.tool_choice import HeldCalls
+from fminfer.core.config import Constraint, EngineConfig, KnownParser, Thought
 from fminfer.core.errors import RequestError
+from fminfer.engine.thinking import BUDGET
+from fminfer.text.calls.call_forms import find_form, find_parser
+from fminfer.text.calls.call_grammars import make_calls_constraint
 from fminfer.text.chat_template import ChatTemplate, RenderCall, RenderedChat
-from fminfer.text.tool_calls import HERMES_OPENING, find_parser
+from fminfer.text.thoughts import THOUGHT_FORMS, find_thoughts, has_open_thought
 
 # Keys of messages and of their parts that many templates do without.
 _USUAL_KEYS = frozenset(
@@ -22,23 +26,10 @@ _USUAL_KEYS = frozenset(
 # read by any of these
 _REASONING_KEYS = frozenset({"reasoning_content", "reasoning", "thinking"})
 
-_THOUGHT_MARKS = {  # the marks between which models think
-    "<think>": "</think>",
-    "<thinking>": "</thinking>",
-    "<thought>": "</thought>",
-    "<reasoning>": "</reasoning>",
-    "<seed:think>": "</seed:think>",
-    "[THINK]": "[/THINK]",
-    "◁think▷": "◁/think▷",
-    "<|START_THINKING|>": "<|END_THINKING|>",
-    "<|begin_of_thought|>": "<|end_of_thought|>",
-    "<|channel|>analysis<|message|>": "<|end|>",
-    "<|channel|>analysis": "<|end|>",
-}
 OPEN_THOUGHT = RowWarning(
     "the prompt ends inside an open thought, and the constraint holds from there on, "
-    "so that the answer has no thought. Let the template close it; many do with "
-    "enable_thinking false in chat_template_kwargs"
+    "so that the answer has no thought. A chat tells the two apart, unless "
+    "--reasoning-parser is none"
 )
 
 
@@ -47,7 +38,7 @@ class ChatIntake:
     """Renders chat requests."""
 
     template: ChatTemplate
-    tool_call_parser: ToolCallParser
+    config: EngineConfig
 
     def begin_render(self, chat: ChatRequest, clock: str) -> RenderCall:
         """Return the call of the template for a chat, at the time of `clock`."""
@@ -72,22 +63,30 @@ class ChatIntake:
         has_calls = bool(chat.tools) and chat.params.constraint is None
         parser: KnownParser | None = None
         if has_calls:
-            if self.tool_call_parser == "auto":
+            if self.config.tool_call_parser == "auto":
                 parser = find_parser(self.template.find_template(has_tools=True) or "")
-            elif self.tool_call_parser != "none":
-                parser = self.tool_call_parser
+            elif self.config.tool_call_parser != "none":
+                parser = self.config.tool_call_parser
+        thought = self._find_thought(chat, rendered.text)
         warnings = (
             *chat.warnings,
             *self._find_warnings(chat, rendered, parser, has_calls=has_calls),
-            *_find_open_beginnings(chat, rendered.text),
+            *_find_open_beginnings(chat, thought),
         )
-        params = chat.params
-        if (
-            parser == "hermes"
-            and self.template.tokenizer.find_special_id(HERMES_OPENING) is not None
-        ):
-            # the text would lose its calls
+        params = replace(chat.params, thought=thought)
+        form = None if parser is None else find_form(parser)
+        marks = [] if form is None else [*form.markers]
+        if thought is not None:
+            tags = thought.form
+            marks += [tags.opening, tags.closing, *tags.leads]
+            if tags.answer_end:
+                params = replace(params, stop=(*params.stop, tags.answer_end))
+        if any(map(self.template.tokenizer.find_special_texts, marks)):
+            # the text would lose its calls, or its thought
             params = replace(params, skip_special_tokens=False)
+        if chat.held_calls is not None:
+            constraint = self._make_calls_constraint(chat.held_calls, parser)
+            params = replace(params, constraint=constraint)
         return Request(
             [check_text(rendered.text, "messages")],
             params,
@@ -95,8 +94,65 @@ class ChatIntake:
             endpoint="chat",
             fills_context=chat.fills_context,
             tool_parser=parser,
+            tools=tuple(chat.tools) if form and form.needs_tools else (),
             keeps_one_call=parser is not None and chat.keeps_one_call,
+            has_named_call=chat.held_calls is not None and chat.held_calls.is_named,
         )
+
+    def _make_calls_constraint(
+        self, calls: HeldCalls, parser: KnownParser | None
+    ) -> Constraint:
+        """Return the constraint that holds a chat's calls, which are read in a known form."""
+        if parser is None:
+            field = "tool_choice" if calls.is_forced else "tools"
+            raise RequestError(
+                "unsupported_parameter",
+                f"{field} asks for calls that follow their tools, and the form of this model's "
+                f"calls is not known (--tool-call-parser {self.config.tool_call_parser}). Let "
+                "that option name the form, or ask for JSON by response_format",
+                field,
+            )
+        return make_calls_constraint(
+            parser,
+            self.template.find_template(has_tools=True) or "",
+            calls.functions,
+            self.template.tokenizer.find_special_id,
+            is_forced=calls.is_forced,
+            is_single=calls.is_single,
+        )
+
+    def _find_thought(self, chat: ChatRequest, prompt: str) -> Thought | None:
+        """Return how an answer's thought is told from it; None: it has none.
+
+        Raises:
+            RequestError: a budget is asked for, and the model's tags are not known.
+        """
+        name = self.config.reasoning_parser
+        if name == "auto":
+            text = self.template.find_template(has_tools=bool(chat.tools)) or ""
+            name = find_thoughts(text) or "none"
+        budget = chat.thinking_budget
+        if budget is None:
+            budget = self.config.thinking_budget
+        if budget == -1:
+            budget = None
+        if name == "none":
+            if budget is not None:
+                raise _no_tags_error(budget)
+            return None
+        form = THOUGHT_FORMS[name]
+        prompt = prompt.rstrip()
+        begun = _find_begun_text(chat)
+        is_open = prompt.endswith(form.opening) or has_open_thought(begun, form)
+        if prompt.endswith((form.closing, *form.leads)) or (begun and not is_open):
+            return None  # the template has closed it, or the answer has begun
+        if form.opening[0].isalpha() and form.opening not in prompt:
+            return None  # words, which a model writes as a tag where it is told to
+        if chat.held_calls is not None and chat.held_calls.is_forced:
+            # a call has a header of its own
+            behind = form.behind.removesuffix("".join(form.leads[-1:]))
+            form = replace(form, leads=(), behind=behind)
+        return Thought(form, is_open, budget, chat.includes_reasoning)
 
     def _find_warnings(
         self,
@@ -109,7 +165,7 @@ class ChatIntake:
         """Return warnings of what a request wants, and the template or the run cannot do."""
         warnings = []
         text = self.template.find_template(has_tools=bool(chat.tools)) or ""
-        if has_calls and parser is None and self.tool_call_parser == "auto":
+        if has_calls and parser is None and self.config.tool_call_parser == "auto":
             warnings.append(
                 RowWarning(
                     "the form of this model's tool calls is not known, so that they stay text; "
@@ -122,21 +178,32 @@ class ChatIntake:
         return warnings + [RowWarning(loss) for loss in rendered.losses]
 
 
-def ends_in_thought(prompt: str) -> bool:
-    """Return whether a prompt ends with the mark that begins a thought."""
-    return prompt.rstrip().endswith(tuple(_THOUGHT_MARKS))
+def _no_tags_error(budget: int) -> RequestError:
+    return RequestError(
+        "unsupported_parameter",
+        f"{BUDGET} is {budget}, and the tags of this model's thoughts are not known. Name "
+        "them by --reasoning-parser, or set -1 and run without --thinking-budget",
+        BUDGET,
+    )
 
 
-def _find_open_beginnings(chat: ChatRequest, text: str) -> Iterator[RowWarning]:
-    """Warn of a constraint that would begin inside a thought or a JSON text."""
-    if chat.params.constraint is None:
-        return
-    content = chat.messages[-1].get("content") if chat.continues_final_message else ""
+def _find_begun_text(chat: ChatRequest) -> str:
+    """Return the text of the message that is continued; "": none is."""
+    if not chat.continues_final_message:
+        return ""
+    content = chat.messages[-1].get("content") or ""
     parts = content if isinstance(content, list) else [{"text": content}]
-    begun = "".join(str(part.get("text") or "") for part in parts)
-    if not ends_in_thought(text) and any(
-        begun.rfind(start) > begun.rfind(end) for start, end in _THOUGHT_MARKS.items()
-    ):
+    return "".join(str(part.get("text") or "") for part in parts)
+
+
+def _find_open_beginnings(
+    chat: ChatRequest, thought: Thought | None
+) -> Iterator[RowWarning]:
+    """Warn of a constraint that would begin inside a thought or a JSON text."""
+    begun = _find_begun_text(chat)
+    if chat.params.constraint is None or thought is not None:
+        return
+    if any(has_open_thought(begun, form) for form in THOUGHT_FORMS.values()):
         yield OPEN_THOUGHT
     if any(begun.count(start) > begun.count(end) for start, end in ("{}", "[]")):
         yield RowWarning(

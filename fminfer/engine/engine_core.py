@@ -10,15 +10,16 @@ from fminfer.engine.observation import ObservedMass
 from fminfer.engine.sequence import AnswerKind, FinishReason, PreparedRequest
 from fminfer.engine.stats import EngineStats, ObservableEngine
 
-# What a choice has beside its text where probabilities of labels were asked for.
-LABEL_FIELDS = ("label_probabilities", "label_mass")
+# What a choice has beside its text where probabilities of labels were asked for, or
+# a budget ended its thought.
+FURTHER_FIELDS = ("label_probabilities", "label_mass", "reasoning_truncated")
 
 
 @dataclass(slots=True, frozen=True)
 class Delta:
     """The new part of one choice. The joined deltas of a choice are the choice of the answer.
 
-    Text that may become a stop string, a tool call or half a character comes with a later delta.
+    Text that may become a stop string, a tag, a tool call or half a character comes later.
     """
 
     request_id: int
@@ -31,8 +32,9 @@ class Delta:
     stop_reason: str | int | None = None  # the stop string or the stop token's id
     # In chat: whole calls, as a message has them, each with its `index` among them.
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    # LABEL_FIELDS, if label probabilities were asked for
-    label_fields: dict[str, Any] = field(default_factory=dict)
+    further_fields: dict[str, Any] = field(default_factory=dict)  # FURTHER_FIELDS
+    reasoning: str = ""  # in chat, the thought before the text
+    has_content: bool = True  # False: the choice ended in its thought
 
 
 @dataclass(slots=True, frozen=True)

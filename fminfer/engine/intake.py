@@ -23,12 +23,17 @@ from fminfer.contract.request import (
     TextField,
     parse_request,
 )
+from fminfer.contract.responses import (
+    ResponseAsChat,
+    parse_response,
+    rename_error,
+)
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, WarningCounts, cut_name
 from fminfer.contract.vectors import check_endpoint
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError, UncompiledError
 from fminfer.core.quantities import with_noun
-from fminfer.engine.chat_intake import OPEN_THOUGHT, ChatIntake, ends_in_thought
+from fminfer.engine.chat_intake import OPEN_THOUGHT, ChatIntake
 from fminfer.engine.noise import digest_meaning
 from fminfer.engine.prompt_fit import (
     MAX_COUNTED_CHARS,
@@ -40,16 +45,20 @@ from fminfer.engine.prompt_fit import (
 )
 from fminfer.engine.sequence import PreparedRequest, no_token_error
 from fminfer.engine.start import make_bans
+from fminfer.engine.thinking import BUDGET, spell_ending
 from fminfer.engine.vector_intake import Encodings, VectorIntake
 from fminfer.text.chat_template import ChatTemplate, RenderCall
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.grammars import Grammars, find_grammars
 from fminfer.text.json_schemas import KNOWN_KEYS
+from fminfer.text.thoughts import ends_in_thought
 from fminfer.text.tokenizer import Tokenizer
 
 # with its request's fields
 _BegunChat = tuple[Mapping[str, Any], ChatRequest, RenderCall]
 MAX_TOKENS_NAMES = ("max_tokens", "max_completion_tokens")
+# In which field a request of an endpoint has its text.
+_TEXT_FIELDS: dict[Endpoint, str] = {"chat": "messages", "responses": "input"}
 MAX_BAD_WORDS = 16_384  # a second of tokenizing
 MAX_STOPS = 1024  # each token's text is searched for each of them
 MAX_CHARS = 1 << 18  # of stop strings, or of bad words
@@ -92,7 +101,7 @@ class Intake:
         self.chat_template = ChatTemplate(tokenizer, limits.chat_template)
         if limits.chat_template is not None:
             self.chat_template.check_syntax()
-        self._chat = ChatIntake(self.chat_template, limits.config.tool_call_parser)
+        self._chat = ChatIntake(self.chat_template, limits.config)
         # by `id` of their fields, which it keeps alive
         self._begun_chats: dict[int, _BegunChat] = {}
         self._vectors: VectorIntake | None = None  # of a model that gives them
@@ -144,6 +153,8 @@ class Intake:
             return self._vectors.parse(fields, endpoint)
         endpoint = endpoint or choose_endpoint(fields)
         check_endpoint(endpoint, self.limits.vectors)
+        if endpoint == "responses":
+            return self._parse_response(fields, clock, compiles=compiles)
         is_chat = endpoint == "chat"
         request = (
             self._parse_chat(fields, clock)
@@ -182,7 +193,9 @@ class Intake:
         try:
             grammar = grammars.find(params.constraint)
         except RequestError as error:
-            name = next((name for name in CONSTRAINTS if fields.get(name)), None)
+            is_of_calls = params.constraint.kind == "calls"
+            names = ("tools",) if is_of_calls else (*CONSTRAINTS,)
+            name = next((name for name in names if fields.get(name)), None)
             raise RequestError(error.code, error.message, name) from None
         bans = make_bans(params, self.tokenizer, limits.eos_ids)
         if (
@@ -232,6 +245,8 @@ class Intake:
                 f"{with_noun(num_longest, 'token')}. Raise {names[0]}, or leave it out",
                 names[0],
             )
+        if params.thought is not None:  # which takes the other tokens
+            return request
         settled = replace(params, max_tokens=num_longest)
         return replace(request, params=settled, fills_context=False)
 
@@ -239,7 +254,8 @@ class Intake:
         """Warn of tokens in a request that have an effect which few expect."""
         params = request.params
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
-        if params.constraint is not None and any(map(ends_in_thought, texts)):
+        is_apart = params.constraint is None or params.thought is not None
+        if not is_apart and any(map(ends_in_thought, texts)):
             yield OPEN_THOUGHT
         bos = self.tokenizer.doubled_bos if params.add_special_tokens else None
         if bos and any(text.startswith(bos) for text in texts):
@@ -264,6 +280,29 @@ class Intake:
             defaults=limits.defaults,
         )
 
+    def _parse_response(
+        self, fields: Mapping[str, Any], clock: str, *, compiles: bool
+    ) -> Request:
+        response = self._convert_response(fields)
+        if begun := self._begun_chats.pop(id(fields), None):
+            self._begun_chats[id(response.fields)] = begun
+        try:
+            request = self.parse(
+                response.fields, endpoint="chat", clock=clock, compiles=compiles
+            )
+        except RequestError as error:
+            raise rename_error(error, response.names) from None
+        if request.params.n > 1:
+            raise out_of_range_error("n", request.params.n, "1: a response is one")
+        warnings = (*response.warnings, *request.warnings)
+        return replace(request, endpoint="responses", warnings=warnings)
+
+    def _convert_response(self, fields: Mapping[str, Any]) -> ResponseAsChat:
+        config = self.limits.config
+        return parse_response(
+            fields, max_logprobs=config.max_logprobs, is_strict=config.strict
+        )
+
     def render_chats_ahead(
         self, requests: Iterable[tuple[Mapping[str, Any], Endpoint | None, str]]
     ) -> None:
@@ -280,11 +319,15 @@ class Intake:
             for fields, endpoint, clock in requests:
                 # such as a RecursionError of JSON; `parse` says it
                 with suppress(Exception):
-                    if (endpoint or choose_endpoint(fields)) == "chat":
-                        begun = self._begin_chat(fields, clock)
-                        message = json.dumps(begun[2].message)
-                        self._begun_chats[id(fields)] = begun
-                        yield begun[2], message
+                    endpoint = endpoint or choose_endpoint(fields)
+                    chat = fields
+                    if endpoint == "responses":
+                        chat = self._convert_response(fields).fields
+                    if endpoint in _TEXT_FIELDS:
+                        _, begun, call = self._begin_chat(chat, clock)
+                        message = json.dumps(call.message)
+                        self._begun_chats[id(fields)] = fields, begun, call
+                        yield call, message
 
         if self.tokenizer.has_words and self._vectors is None:
             with suppress(OSError):  # no process can run here, as `parse` says, too
@@ -317,12 +360,22 @@ class Intake:
         """
         if self._vectors is not None:
             return self._vectors.prepare(request, {})
+        try:
+            return self._prepare(request, repeat, is_openai=is_openai)
+        except RequestError as error:
+            if request.endpoint == "responses":
+                raise rename_error(error) from None
+            raise
+
+    def _prepare(
+        self, request: Request, repeat: int, *, is_openai: bool
+    ) -> PreparedRequest:
         fit = PromptFit(
             self.tokenizer,
             self.limits,
             request.params,
             self.warnings.add,
-            "messages" if request.endpoint == "chat" else "prompt",
+            _TEXT_FIELDS.get(request.endpoint, "prompt"),
             fills_context=request.fills_context,
         )
         sources: list[EncodedPrompt] = []
@@ -332,6 +385,7 @@ class Intake:
             sources = _encode_prompts(fit.encode_source, request.prompts)
             prompts = [fit.encode_decoder_start(each) for each in sources]
         params = fit.settle_max_tokens(max(len(prompt.ids) for prompt in prompts))
+        self._check_budget(params)
         _check_logprobs(prompts, params)
         meaning = (
             digest_meaning(request.prompts, request.params)
@@ -344,7 +398,7 @@ class Intake:
             repeat if meaning else 0,
             meaning,
             "chat"
-            if request.endpoint == "chat"
+            if request.endpoint in _TEXT_FIELDS
             else "openai"
             if is_openai
             else "plain",
@@ -352,7 +406,29 @@ class Intake:
             request.keeps_one_call,
             sources,
             (1 if request.params.decoder_prompt else len(self.limits.start_ids or ())),
+            tools=request.tools,
+            has_named_call=request.has_named_call,
         )
+
+    def _check_budget(self, params: SamplingParams) -> None:
+        """Check that a thought's budget leaves room for its end, and for a label behind it."""
+        thought = params.thought
+        if thought is None or thought.budget is None:
+            return
+        num_needed = thought.budget + len(spell_ending(self.tokenizer, thought))
+        if not thought.is_open:
+            num_needed += len(self.tokenizer.spell_inside(thought.form.opening) or ())
+        if params.constraint is not None and params.constraint.kind == "labels":
+            grammars = self._find_grammars(params.constraint, compiles=True)
+            num_needed += grammars.find_labels(params.constraint).num_longest
+        if num_needed > params.max_tokens:
+            raise RequestError(
+                "out_of_range",
+                f"{BUDGET} is {thought.budget}, which with the tokens that end a thought "
+                f"takes {num_needed}, and the whole answer has {params.max_tokens}. Lower "
+                "it, or raise max_tokens",
+                BUDGET,
+            )
 
     def prepare_all(
         self, incoming: Sequence[IncomingRequest]

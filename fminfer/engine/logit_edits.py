@@ -18,8 +18,8 @@ from fminfer.core.messages import Mask, invert_mask, make_mask, pack_token_ids
 class Bans:
     """The tokens that the sequences of a request cannot draw.
 
-    EOS and stop tokens are held until there are `min_tokens`. The last id of each of the
-    `words` is banned where it would complete the word.
+    EOS and stop tokens are held until there are `min_tokens`, EOS also in a thought with a
+    budget. The last id of each of the `words` is banned where it would complete the word.
     """
 
     def __init__(
@@ -61,6 +61,8 @@ class Bans:
 
         If nothing else is left, EOS stays for a complete answer, and so do allowed stop tokens.
         """
+        if self.mask is None and not banned:
+            return mask
         size = len(mask.bits)
         whole = allowed = int.from_bytes(mask.bits, "little")
         if self.mask is not None:
@@ -73,9 +75,17 @@ class Bans:
             bits = (allowed & held) | (whole & ends)
         return make_mask(bits.to_bytes(size, "little"))
 
-    def find_banned(self, num_drawn: int, newest: list[int]) -> set[int]:
-        """Return the tokens, beside those that are never drawn, that cannot be drawn next."""
+    def find_banned(
+        self, num_drawn: int, newest: list[int], *, holds_eos: bool = False
+    ) -> set[int]:
+        """Return the tokens, beside those that are never drawn, that cannot be drawn next.
+
+        Args:
+            holds_eos: EOS is one of them.
+        """
         banned = set(self._held_ids) if num_drawn < self._params.min_tokens else set()
+        if holds_eos:
+            banned |= self._eos_ids
         for length in self._lengths:
             banned |= self._longer.get(tuple(newest[-length:]), set())
         return banned

@@ -326,7 +326,9 @@ class EngineLoop:
             if isinstance(prompt, ObservedPrompt):
                 continue  # its own scores or draws stand beside it
             if prompt.branch is not None:
-                prompt = prompt.branch.parent
+                if not (owners := prompt.branch.parent.sequences):
+                    continue  # it is done, and was unlinked
+                prompt = owners[0].prompt
             if (stream := self._streams.get(prompt.owner.id)) is not None:
                 stream.touched[prompt] = None
         for prompt in planned.read_prompts:
@@ -343,12 +345,16 @@ class EngineLoop:
 
     def _end_sequence(self, sequence: Sequence) -> None:
         state = sequence.prompt.owner
-        if sequence.prompt.walk is None:
+        if sequence.walk is None:
             self._scheduler.release_sequence(sequence)
+        if sequence.prompt.walk is None:
             self.stats.count_ended(sequence.num_draws_left)
         else:  # its tokens were scored, not drawn
             self.stats.count_ended(sequence.prompt.params.max_tokens)
         self.stats.num_cut_off += sequence.is_cut_off
+        if sequence.thought is not None and sequence.thought.is_open:
+            self.stats.num_open_thoughts += sequence.finish_reason == "length"
+            self.stats.num_ended_thoughts += sequence.finish_reason == "stop"
         sequence.edits = None  # they may take megabytes until the request ends
         if state.is_finished:
             self._begin_answer(state)

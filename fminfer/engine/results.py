@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from fminfer.compute.values.step import StepResult, TokenLogprobs
 from fminfer.core.errors import RequestError
+from fminfer.engine.label_walk import LabelWalk
 from fminfer.engine.packing import ObservedPrompt, PlannedStep
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import (
@@ -90,7 +92,8 @@ def _add_label_score(
 ) -> Iterator[Sequence]:
     """Add a score of a branch; with its last one go on, or end the choices of its labels."""
     state = prompt.owner
-    walk = branch.parent.walk
+    owners = branch.parent.sequences
+    walk = owners[0].walk if owners else None
     if walk is None or prompt not in walk.running:
         return  # given up
 
@@ -115,7 +118,7 @@ def _add_label_score(
         return
 
     scheduler.end_walk(walk)
-    for sequence in branch.parent.sequences:
+    for sequence in branch.parent.sequences:  # of one that thought, itself alone
         _end_at_label(sequence, walk)
         yield sequence
 
@@ -127,16 +130,20 @@ def _end_at_label(sequence: Sequence, walk: Walk) -> None:
     if sequence.prompt.owner.error is not None or detokenizer is None:
         return
     label, reports = walk.choose_label(sequence)
+    thought = sequence.text
+    num_thought = len(sequence.tokens)
     for report in reports:
         sequence.tokens.append(report)
         _add_token_text(sequence, detokenizer)
     _add_text(sequence, detokenizer.flush())
 
     # Some tokenizers leave out a space at the beginning of all text.
-    num_missing = len(label) - len(sequence.text)
-    for token in sequence.tokens[1:]:
+    num_missing = len(thought) + len(label) - len(sequence.text)
+    for token in sequence.tokens[num_thought + 1 :]:
         token.offset += num_missing
-    sequence.text = label
+    sequence.text = thought + label
+    if sequence.thought is not None:
+        sequence.thought.reader.begin_answer(len(thought))
 
 
 def _add_drawn_token(
@@ -155,6 +162,9 @@ def _add_drawn_token(
         state.times.first_token_s = time.perf_counter()
     if prompt.nan_at:
         sequence.finish_reason = "stop"
+    elif _begins_label(sequence, report):
+        _begin_walk(sequence, scheduler)
+        return
     else:
         try:
             append_token(sequence, report)
@@ -162,10 +172,42 @@ def _add_drawn_token(
         except RequestError as error:
             state.error = error
             sequence.finish_reason = "stop"
-    if sequence.finish_reason is None:
+    thought = sequence.thought
+    if sequence.finish_reason == "length" and thought and thought.leads_to_label:
+        sequence.finish_reason = None
+        _begin_walk(sequence, scheduler)
+    elif sequence.finish_reason is None:
         scheduler.resume_sequence(sequence)
     else:
         yield sequence
+
+
+def _begins_label(sequence: Sequence, report: TokenReport) -> bool:
+    """Tell whether a label is to come behind a thought; the token is then left out."""
+    thought = sequence.thought
+    if thought is None or thought.labels is None:
+        return False
+    return thought.begins_answer(report.token_id, sequence.num_draws_left)
+
+
+def _begin_walk(sequence: Sequence, scheduler: Scheduler) -> None:
+    """Compute the labels behind a sequence's thought, as if that stood in the prompt."""
+    assert sequence.thought is not None and sequence.thought.labels is not None
+    prompt = sequence.prompt
+    drawn = [token.token_id for token in sequence.tokens]
+    behind = PromptState(
+        prompt.owner,
+        prompt.index,
+        replace(prompt.encoded, ids=prompt.ids + drawn),
+        source=prompt.source,
+        sequences=[sequence],
+    )
+    walk = LabelWalk(behind, sequence.thought.labels)
+    sequence.own_walk = walk
+    num_fed = len(behind.ids) - sequence.num_unfed
+    scheduler.cache_drawn_tokens(sequence, behind.ids[:num_fed])
+    scheduler.add_branches(walk.make_wave())
+    scheduler.release_sequence(sequence)
 
 
 def _prepare_next_draw(sequence: Sequence, scheduler: Scheduler) -> None:
@@ -250,14 +292,23 @@ def append_token(sequence: Sequence, token: TokenReport) -> None:
     if sequence.edits is not None:
         sequence.edits.count_drawn(token.token_id)
     # A constraint's mask allows an end before min_tokens only if nothing else is left.
-    may_end = sequence.matcher is not None or len(sequence.tokens) > params.min_tokens
-    if token.token_id in sequence.prompt.end_ids and may_end:
+    num_tokens = sequence.num_answer_tokens
+    may_end = sequence.matcher is not None or num_tokens > params.min_tokens
+    if may_end and _is_end(sequence, token.token_id):
         _end_at_token(sequence, token.token_id)
         return
     _add_token_text(sequence, detokenizer)
-    if sequence.finish_reason is None and len(sequence.tokens) >= params.max_tokens:
+    if sequence.finish_reason is None and sequence.num_draws_left == 0:
         _add_text(sequence, detokenizer.flush())
         sequence.finish_reason = sequence.finish_reason or "length"
+
+
+def _is_end(sequence: Sequence, token_id: int) -> bool:
+    """Tell whether a token ends a sequence; in a thought no stop string does."""
+    prompt = sequence.prompt
+    is_open = sequence.thought is not None and sequence.thought.is_open
+    is_string = is_open and isinstance(prompt.stop_reasons.get(token_id), str)
+    return token_id in prompt.end_ids and not is_string
 
 
 def _end_at_token(sequence: Sequence, token_id: int) -> None:
@@ -296,11 +347,23 @@ def _add_text(sequence: Sequence, new: str) -> None:
         return
     params = sequence.prompt.params
     sequence.text += new
-    if len(sequence.tokens) <= params.min_tokens:
+    start = 0
+    num_new = len(new)
+    if sequence.thought is not None:
+        reader = sequence.thought.reader
+        was_answer = reader.phase == "answer"
+        reader.feed(new)
+        if reader.phase != "answer":
+            return
+        start = reader.answer_start
+        num_new = num_new if was_answer else len(sequence.text) - start
+    if sequence.num_answer_tokens <= params.min_tokens or not params.stop:
         return
-    match = find_stop(sequence.text, params.stop, len(new))
+    answer = sequence.text[start:] if start else sequence.text
+    match = find_stop(answer, params.stop, num_new)
     if match is not None:
         cut, stop = match
+        cut += start
         cut += len(stop) if params.include_stop_str_in_output else 0
         sequence.text = sequence.text[:cut]
         sequence.num_cut = sum(token.offset >= cut for token in sequence.tokens)

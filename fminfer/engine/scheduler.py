@@ -221,6 +221,16 @@ class Scheduler:
         if prompt.params.max_tokens > 0 and not prompt.owner.is_cancelled:
             self.kv.expected.learn(prompt.params.max_tokens, len(sequence.tokens))
 
+    def cache_drawn_tokens(self, sequence: Sequence, ids: list[int]) -> None:
+        """Let branches share what a sequence drew.
+
+        Args:
+            ids: of its prompt, and those that it drew, as far as they were fed.
+        """
+        if self.kv.shares and sequence.prompt.source is None:
+            table = sequence.block_table
+            self.kv.prefixes.insert(ids, len(ids), table, None, 0)
+
     def add_branches(self, branches: list[PromptState]) -> None:
         """Queue branches of a running prompt's labels.
 
@@ -258,6 +268,9 @@ class Scheduler:
         if prompt.walk is not None:
             self.end_walk(prompt.walk)
             return
+        for sequence in prompt.sequences:
+            if sequence.own_walk is not None:
+                self.end_walk(sequence.own_walk)
         if self.waiting.discard(prompt):
             return
         self._remove_from_queues(prompt)

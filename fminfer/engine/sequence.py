@@ -14,6 +14,7 @@ from fminfer.core.messages import Mask
 from fminfer.core.timing import RowTimes
 from fminfer.engine.logit_edits import Bans, LogitEdits
 from fminfer.engine.observation import NUM_LIKELIEST, Observation, ObservedMass
+from fminfer.engine.thinking import ThoughtMatcher
 from fminfer.text.detokenizer import Detokenizer
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.grammars import Matcher
@@ -81,6 +82,9 @@ class PreparedRequest:
     vectors: VectorWish | None = None
     # its answer does not depend on it
     observation: Observation | None = None
+    # the tools, if the form of calls needs their schemas
+    tools: tuple[dict[str, Any], ...] = ()
+    has_named_call: bool = False  # it names the function that its answer calls
 
     @property
     def is_pooled(self) -> bool:
@@ -111,6 +115,8 @@ class RequestState:
         Both point back at it. Reference counts then free all at once, without a collection.
         """
         for prompt in self.prompts:
+            for sequence in prompt.sequences:
+                sequence.own_walk = None
             prompt.sequences = []
             prompt.walk = None
         self.prompts = []
@@ -368,8 +374,12 @@ class Sequence:
     # tokens at the end that the model has not seen: the newest, forced ones
     num_unfed: int = 0
     edits: LogitEdits | None = None  # None if its logits are left as they are
-    # where it stands in its grammar; None: it has no constraint
-    matcher: Matcher | None = None
+    # where it stands in its thought; None: it does not think
+    thought: ThoughtMatcher | None = None
+    # where it stands in its grammar, perhaps behind a thought; None: it has no constraint
+    matcher: Matcher | ThoughtMatcher | None = None
+    # behind its thought, the search for its labels; others share that of the prompt
+    own_walk: Walk | None = None
     mask: Mask | None = None  # with a matcher, what it may draw next, all bans counted
     # it ended by its length, and its grammar allows no end there
     is_cut_off: bool = False
@@ -389,22 +399,45 @@ class Sequence:
         if bans is None:
             return set()
         newest = [token.token_id for token in self.tokens[-bans.reach :]]
-        return bans.find_banned(len(self.tokens), newest)
+        holds_eos = self.thought is not None and self.thought.holds_eos
+        return bans.find_banned(self.num_answer_tokens, newest, holds_eos=holds_eos)
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """Tokens that it drew, without those of its thought."""
+        num_thought = 0 if self.thought is None else self.thought.num_tokens
+        return len(self.tokens) - num_thought
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that it draws."""
+        num_reserved = 0 if self.thought is None else self.thought.num_reserved
+        return self.prompt.params.max_tokens - num_reserved
+
+    @property
+    def walk(self) -> Walk | None:
+        """The search for its labels."""
+        return self.own_walk or self.prompt.walk
 
     def update_mask(self) -> None:
         """Update what it may draw next by its grammar and bans; raise if that is nothing."""
         assert self.matcher is not None, "it has no grammar"
         mask = self.matcher.mask
-        if self.prompt.bans is not None:
-            mask = self.prompt.bans.narrow_mask(mask, self.banned_ids)
-        if mask.few == ():
+        bans = self.prompt.bans
+        is_forced = self.thought is not None and self.thought.is_forcing
+        if bans is not None and not is_forced:
+            if mask is None:
+                bans.require_token(len(self.tokens), self.banned_ids)
+            else:
+                mask = bans.narrow_mask(mask, self.banned_ids)
+        if mask is not None and mask.few == ():
             raise no_token_error(len(self.tokens))
         self.mask = mask
 
     @property
     def num_draws_left(self) -> int:
         """The most tokens that it may still draw."""
-        return max(0, self.prompt.params.max_tokens - len(self.tokens))
+        return max(0, self.most_tokens - len(self.tokens))
 
     @property
     def listed_tokens(self) -> list[TokenReport]:

@@ -19,6 +19,7 @@ from fminfer.engine.sequence import (
     RequestState,
     Sequence,
 )
+from fminfer.engine.thinking import ThoughtMatcher
 from fminfer.text.detokenizer import Detokenizer
 from fminfer.text.grammars import find_grammars
 from fminfer.text.tokenizer import Tokenizer
@@ -72,10 +73,13 @@ class RequestStarter:
         if prepared.sources:
             prompt.source = prepared.sources[index]
         grammar = None
+        labels = None
+        grammars = find_grammars(self.tokenizer, self.vocab_size, self.eos_ids)
         if params.constraint is not None:
-            grammars = find_grammars(self.tokenizer, self.vocab_size, self.eos_ids)
             if params.constraint.kind == "labels":
-                prompt.walk = LabelWalk(prompt, grammars.find_labels(params.constraint))
+                labels = grammars.find_labels(params.constraint)
+                if params.thought is None:
+                    prompt.walk = LabelWalk(prompt, labels)
             else:
                 grammar = grammars.find(params.constraint)
             if prepared.observation is not None and index == 0:
@@ -97,8 +101,14 @@ class RequestStarter:
                 )
             if params.logit_bias or params.has_penalties:
                 sequence.edits = LogitEdits(params, encoded.ids)
-            if grammar is not None:
+            if params.thought is not None:
+                sequence.thought = ThoughtMatcher(
+                    params.thought, self.tokenizer, grammars, grammar, labels
+                )
+                sequence.matcher = sequence.thought
+            elif grammar is not None:
                 sequence.matcher = grammar.make_matcher()
+            if sequence.matcher is not None:
                 sequence.update_mask()
             prompt.sequences.append(sequence)
         return prompt
@@ -121,7 +131,9 @@ def make_bans(
     params: SamplingParams, tokenizer: Tokenizer, eos_ids: frozenset[int]
 ) -> Bans | None:
     """Make the bans of a request's sequences, EOS also under `ignore_eos`; None: no bans."""
-    if not (params.min_tokens or params.allowed_token_ids or params.bad_words):
+    may_hold_eos = params.thought is not None and params.constraint is not None
+    has_bans = params.min_tokens or params.allowed_token_ids or params.bad_words
+    if not (has_bans or may_hold_eos):
         return None
     words = [*chain(*tokenizer.spell_words(params.bad_words))]
     return Bans(params, eos_ids, words, frozenset(find_stop_tokens(params, tokenizer)))

@@ -79,6 +79,9 @@ class EngineStats:
     num_undrawn: int = 0  # tokens by which they did
     # those that ended at max_tokens where their grammar allows no end
     num_cut_off: int = 0
+    # of sequences that ended in their thought: by max_tokens, and by their own end
+    num_open_thoughts: int = 0
+    num_ended_thoughts: int = 0
     num_put_back: int = 0  # preempted rows, which were fed again
     # rows that gave nan, and were fed again without the prefix cache
     num_apart: int = 0

@@ -93,8 +93,8 @@ class VectorIntake:
         Without an endpoint of its path, its fields say which it is for.
         """
         endpoint = path_endpoint or find_endpoint(fields) or "embeddings"
-        if path_endpoint is None and endpoint == "embeddings" and self._facts.is_scored:
-            endpoint = "classify"
+        if path_endpoint is None and endpoint in ("responses", "embeddings"):
+            endpoint = "classify" if self._facts.is_scored else "embeddings"
         supported = {
             name for name, row in FIELDS[endpoint].items() if row.fate != "refused"
         }

@@ -79,7 +79,7 @@ def _is_record(fields: dict[str, object]) -> bool:
     result = fields.get("result")
     response = fields.get("response")
     if "request" in fields and isinstance(result, dict):
-        made = {"data", "results"} & result.keys() and "usage" in result  # of vectors
+        made = {"data", "results", "output"} & result.keys() and "usage" in result
         return bool(made) or "choices" in result
     if str(fields.get("id")).startswith("batch_req_") and isinstance(response, dict):
         return "status_code" in response

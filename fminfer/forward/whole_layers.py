@@ -19,7 +19,7 @@ from fminfer.compute.attention.kernel_attention import (
     make_step_arguments,
 )
 from fminfer.compute.attention.kv_cache import KvCache
-from fminfer.compute.kernels.calls import Arguments
+from fminfer.compute.kernels.library_calls import Arguments
 from fminfer.compute.layers.bodies import activations_of
 from fminfer.compute.layers.experts import Workspace
 from fminfer.compute.layers.products import PackedProduct

@@ -22,6 +22,22 @@ from fminfer.files.output_paths import STDOUT
 
 MAX_LABELS = 1000  # different ones that are counted
 NUM_NAMED = 10  # labels that the summary names
+# Of answers that are not whole: how a count of the engine is called, and why they are not.
+_NOT_WHOLE = {
+    "num_cut_off": (
+        "cut off",
+        "by max_tokens, before what was asked for was complete: raise it",
+    ),
+    "num_open_thoughts": (
+        "thoughts",
+        "without text, as max_tokens ended the thought: raise it, or give "
+        "--thinking-budget",
+    ),
+    "num_ended_thoughts": (
+        "thoughts",
+        "without text, as the model ended within its thought",
+    ),
+}
 
 
 @dataclass(slots=True)
@@ -252,9 +268,9 @@ class JobSummary:
             yield "prefix", self._prefix_text()
         if stats["num_put_back"] or stats["num_apart"]:
             yield "put back", self._again_text()
-        if stats["num_cut_off"]:
-            why = "by max_tokens, before what was asked for was complete: raise it"
-            yield "cut off", f"{with_noun(stats['num_cut_off'], 'answer')} {why}"
+        for name, (label, why) in _NOT_WHOLE.items():
+            if stats[name]:
+                yield label, f"{with_noun(stats[name], 'answer')} {why}"
         if self.result_cache:
             num_kept = with_noun(stats["num_kept_requests"], "request")
             yield "cache", f"{num_kept} had an answer in {self.result_cache}"

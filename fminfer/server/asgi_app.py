@@ -109,8 +109,9 @@ def _make_file_route(
 MAX_PARTS = 4  # of our paths
 # Paths of other APIs, by what to do instead.
 ELSEWHERE = {
+    "no response is kept; POST /v1/responses answers each": "responses/.+",
     "send messages to /v1/chat/completions": (
-        "responses|messages|conversations|assistants|threads|realtime|invocations|api/chat$"
+        "messages|conversations|assistants|threads|realtime|invocations|api/chat$"
     ),
     "send a prompt to /v1/completions": (
         "engines|generate|generate_stream|completion|infill|api/generate"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from fminfer.contract.endpoints import Endpoint
 from fminfer.core.errors import FminferError, StoppedError, UncompiledError
 from fminfer.core.quantities import describe_bytes
-from fminfer.engine.engine_core import LABEL_FIELDS, Delta, Event, Finished
+from fminfer.engine.engine_core import FURTHER_FIELDS, Delta, Event, Finished
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.runtime.engine_api import Engine
 from fminfer.server.http_errors import HttpError, shutting_down_error
@@ -349,5 +349,6 @@ def _make_deltas(answer: Finished) -> Iterator[Delta]:
             choice["finish_reason"],
             choice.get("stop_reason"),
             [{"index": index} | call for index, call in enumerate(calls)],
-            {name: choice[name] for name in LABEL_FIELDS if name in choice},
+            {name: choice[name] for name in FURTHER_FIELDS if name in choice},
+            message.get("reasoning_content") or "",
         )

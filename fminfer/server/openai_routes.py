@@ -26,8 +26,9 @@ from fminfer.engine.engine_core import Delta, Event, Finished
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.engine.vector_answer import make_answer_head
 from fminfer.server.http_errors import HttpError
-from fminfer.server.replies import EventStream, run_while_connected
+from fminfer.server.replies import EventStream, StreamShape, run_while_connected
 from fminfer.server.request_bodies import is_large
+from fminfer.server.response_events import ResponseShape
 from fminfer.server.schemas import (
     COUNT,
     ENDPOINT_DOCS,
@@ -56,7 +57,7 @@ _MODELS = make_full_object_schema(
 
 
 @dataclass(slots=True)
-class AnswerShape:
+class AnswerShape(StreamShape):
     """One answer as an object of the API, whole or in chunks."""
 
     prepared: PreparedRequest
@@ -152,6 +153,8 @@ def _make_choice(delta: Delta, *, is_chat: bool) -> dict[str, Any]:
     content: Any = delta.text
     if is_chat:
         content = {"content": content} if content else {}
+        if delta.reasoning:
+            content["reasoning_content"] = delta.reasoning
         if delta.tool_calls:
             content["tool_calls"] = delta.tool_calls
     choice = {
@@ -162,7 +165,7 @@ def _make_choice(delta: Delta, *, is_chat: bool) -> dict[str, Any]:
     }
     if delta.stop_reason is not None:
         choice["stop_reason"] = delta.stop_reason
-    return choice | delta.label_fields
+    return choice | delta.further_fields
 
 
 def make_openai_routes(service: Service) -> APIRouter:
@@ -231,7 +234,9 @@ async def _answer_request(
     """Answer a request, whole or as a stream."""
     fields = await service.bodies.read(request)
     is_streamed, usage = (
-        _pop_stream_fields(fields) if endpoint in DRAWING_ENDPOINTS else (False, "")
+        _pop_stream_fields(fields, endpoint)
+        if endpoint in DRAWING_ENDPOINTS
+        else (False, "")
     )
     service.check_model(fields.get("model"))
     asking = service.dispatcher.add_request(
@@ -239,27 +244,31 @@ async def _answer_request(
     )
     reply = await run_while_connected(asking, request.receive)
     prepared = reply.prepared
-    shape = AnswerShape(
-        prepared,
-        model=service.model_name_for(fields),
-        usage=usage,
-        has_token_ids=prepared.params.return_token_ids
-        or not service.engine.tokenizer.has_words,
+    shape = (
+        ResponseShape(fields, prepared, service.model_name_for(fields))
+        if endpoint == "responses"
+        else AnswerShape(
+            prepared,
+            model=service.model_name_for(fields),
+            usage=usage,
+            has_token_ids=prepared.params.return_token_ids
+            or not service.engine.tokenizer.has_words,
+        )
     )
     if is_streamed:
-        return EventStream(reply, shape.make_chunks)
+        return EventStream(reply, shape)
     return make_json_response(
         shape.make_answer(await reply.wait_for_answer(request.receive))
     )
 
 
-def _pop_stream_fields(fields: dict[str, Any]) -> tuple[bool, str]:
+def _pop_stream_fields(fields: dict[str, Any], endpoint: Endpoint) -> tuple[bool, Any]:
     """Remove a request's stream fields; return whether it is streamed, and with what usage."""
     values: dict[str, Any] = {}
     for name in ("stream", "stream_options"):
         value = fields.pop(name, None)
         if value is not None:
-            values[name] = FIELDS["chat"][name].kind.parse(name, value, 0)
+            values[name] = FIELDS[endpoint][name].kind.parse(name, value, 0)
     return values.get("stream", False), values.get("stream_options", "")
 
 

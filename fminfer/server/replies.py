@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from itertools import islice
@@ -29,11 +30,6 @@ HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx then passes each event on at once
 }
-
-# Turns events into chunks. No events become an empty chunk, as a sign of life. Comments
-# and empty events would not do: older clients in Go end there, others join them to the
-# next event.
-MakeChunks = Callable[[list[Event]], Iterable[object]]
 Result = TypeVar("Result")
 
 
@@ -122,14 +118,36 @@ class Reply:
             self._waiter.set_result(None)
 
 
+class StreamShape(ABC):
+    """Turns a reply's events into the chunks of a stream."""
+
+    end = DONE  # what stands behind the last chunk
+
+    @abstractmethod
+    def make_chunks(self, events: list[Event]) -> Iterable[object]:
+        """Make chunks of JSON. No events become an empty chunk, as a sign of life.
+
+        Comments and empty events would not do: older clients in Go end there, others join
+        them to the next event.
+        """
+
+    def make_error(self, error: HttpError) -> object:
+        """Make the chunk of an error in the middle of a stream."""
+        return describe_error(error)
+
+    def format_chunk(self, chunk: Any) -> bytes:
+        """Return a chunk as a server-sent event."""
+        return format_event(chunk)
+
+
 class EventStream(Response):
     """Sends a reply's events as chunks of JSON, to the end or until its client leaves."""
 
-    def __init__(self, reply: Reply, make_chunks: MakeChunks) -> None:
+    def __init__(self, reply: Reply, shape: StreamShape) -> None:
         super().__init__(media_type="text/event-stream", headers=HEADERS)
         del self.headers["content-length"]  # of the empty body
         self._reply = reply
-        self._make_chunks = make_chunks
+        self._shape = shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
@@ -156,12 +174,14 @@ class EventStream(Response):
         try:
             await self._send_events(send, events)
         except HttpError as error:
-            await _send_body(send, format_event(describe_error(error)))
-        await _send_body(send, DONE, is_last=True)
+            await _send_body(
+                send, self._shape.format_chunk(self._shape.make_error(error))
+            )
+        await _send_body(send, self._shape.end, is_last=True)
 
     async def _send_events(self, send: Send, events: list[Event]) -> None:
         while True:
-            chunks = map(format_event, self._make_chunks(events))
+            chunks = map(self._shape.format_chunk, self._shape.make_chunks(events))
             while body := b"".join(islice(chunks, MOST_AT_ONCE)):
                 await _send_body(send, body)
                 await asyncio.sleep(0)

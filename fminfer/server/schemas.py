@@ -116,6 +116,17 @@ _CALL = make_full_object_schema(
     type={"const": "function"},
     function=make_full_object_schema(name=TEXT, arguments=TEXT),
 )
+# Of a call under a grammar, further pieces have more of the arguments alone.
+_CALL_PIECE = make_object_schema(
+    {
+        "index": COUNT,
+        "id": TEXT,
+        "type": {"const": "function"},
+        "function": make_object_schema({"name": TEXT, "arguments": TEXT}, "arguments"),
+    },
+    "index",
+    "function",
+)
 
 
 def _make_text_choice_schema(reason: Schema) -> Schema:
@@ -159,7 +170,7 @@ _CHAT_DELTA = make_object_schema(
     {
         "role": _ASSISTANT,
         "content": allow_null(TEXT),
-        "tool_calls": make_list_schema(extend_schema(_CALL, index=COUNT)),
+        "tool_calls": make_list_schema(_CALL_PIECE),
     }
 )
 COMPLETION = _make_answer_schema(
@@ -173,6 +184,22 @@ CHAT_COMPLETION = _make_answer_schema(
         _make_chat_choice_schema("message", _CHAT_MESSAGE, _CHAT_REASON)
     ),
     usage=_USAGE,
+)
+_ITEM = make_object_schema({"type": TEXT, "id": TEXT, "status": TEXT}, "type", "id")
+RESPONSE = extend_schema(
+    make_full_object_schema(
+        id=TEXT,
+        object={"const": "response"},
+        created_at=COUNT,
+        model=TEXT,
+        status={"enum": ["completed", "incomplete"]},
+        output=make_list_schema(_ITEM),
+        usage=make_full_object_schema(
+            input_tokens=COUNT, output_tokens=COUNT, total_tokens=COUNT
+        ),
+    ),
+    error=NULL,
+    incomplete_details=allow_null(make_full_object_schema(reason=TEXT)),
 )
 
 
@@ -203,6 +230,12 @@ ENDPOINT_DOCS: dict[Endpoint, EndpointDocs] = {
             "chat.completion.chunk",
             _make_chat_choice_schema("delta", _CHAT_DELTA, allow_null(_CHAT_REASON)),
         ),
+    ),
+    "responses": EndpointDocs(
+        "Answer a text or a conversation as a response",
+        {"input": "Hello", "max_output_tokens": 8},
+        RESPONSE,
+        make_full_object_schema(type=TEXT, sequence_number=COUNT),
     ),
     "embeddings": EndpointDocs(
         "Return the vectors of texts",

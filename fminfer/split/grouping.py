@@ -18,6 +18,10 @@ NO_HYPERPARAMETERS = LINE_FIELDS - {"model", "engine"} | {"custom_id", "id"}
 CHAT_TOKENS = 512
 CHARS_PER_TOKEN = 4  # of English text, about
 MAX_LENGTH = 2**32 - 1
+_MAX_TOKENS_NAMES: dict[Endpoint, tuple[str, ...]] = {
+    "chat": ("max_completion_tokens", "max_tokens"),
+    "responses": ("max_output_tokens",),
+}
 _TEXTS = ("input", "query", "queries", "documents", "text_1", "text_2")
 MAX_DEPTH = 100  # of a hyperparameter; those that mean something have 1
 
@@ -35,9 +39,7 @@ class RequestGroup:
     def max_tokens(self) -> int:
         """How many tokens an answer has at most, or may be expected to have."""
         is_chat = self.endpoint == "chat"
-        for name in (
-            ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",)
-        ):
+        for name in _MAX_TOKENS_NAMES.get(self.endpoint, ("max_tokens",)):
             value: Any = self.hyperparameters.get(name)
             if is_integral(value) and value >= 0:
                 return int(value)
@@ -104,7 +106,9 @@ def estimate_length(fields: dict[str, Any]) -> int:
     if choose_endpoint(fields) == "chat":
         return min(count_chars(fields["messages"]), MAX_LENGTH)
     names = ("prompt",) if choose_endpoint(fields) == "completions" else _TEXTS
-    return min(sum(_count_prompt_chars(fields.get(name)) for name in names), MAX_LENGTH)
+    num_chars = sum(_count_prompt_chars(fields.get(name)) for name in names)
+    # an input may be messages
+    return min(num_chars + count_chars(fields.get("input")), MAX_LENGTH)
 
 
 def find_most_varied(groups: list[RequestGroup]) -> tuple[str, int]:

@@ -48,36 +48,46 @@ def write_grammar(constraint: Constraint) -> str:
 
     text = constraint.text
     if constraint.kind == "json":
-        schema = parse_schema(text)
-        _check_exact(schema, "")
-        if not has_finite_value(schema):
-            raise ValueError(
-                "no finite value fits it. Take a property that leads back to the schema out of "
-                '"required", or allow null or an empty list there'
-            )
-        # These count more than what a schema says of itself in "x-guidance".
-        options: Any = {"lenient": False, "coerce_one_of": False}
-        options |= {"item_separator": ",", "key_separator": ":"}
-        if not CONTROL.search(text):
-            options["json_allowed_escapes"] = ESCAPES
-        options["whitespace_flexible"] = constraint.whitespace != "none"
-        if options["whitespace_flexible"]:
-            options["whitespace_pattern"] = constraint.whitespace or WHITE_SPACE
-        text = json.dumps(UnionRewriter(schema).rewrite(schema), ensure_ascii=False)
+        schema, options = make_held_schema(text, constraint.whitespace)
+        text = json.dumps(schema, ensure_ascii=False)
         return LLMatcher.grammar_from_json_schema(text, overrides=options)
     if constraint.kind == "regex":  # with \d and \w as in JSON Schema: of ASCII
-        return _convert_lark(f"start: /{regex_to_lark(rewrite_regex(text), 'dw')}/")
+        return convert_lark(f"start: /{regex_to_lark(rewrite_regex(text), 'dw')}/")
     if constraint.kind == "choice":
         words = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
         # One token of the grammar: of thousands of rules, too many would be open at once.
-        return _convert_lark("start: CHOICE\nCHOICE: " + " | ".join(words))
+        return convert_lark("start: CHOICE\nCHOICE: " + " | ".join(words))
     if IGNORED_HEAT.search(text):
         raise ValueError(
             "the temperature of a rule has no effect here. Give the request's"
         )
     if HIDDEN_KEYS.search(text):
         raise ValueError("lenient in its JSON hides keywords. Leave it out")
-    return _convert_lark(convert_gbnf(text) if is_gbnf(text) else rewrite_lark(text))
+    return convert_lark(convert_gbnf(text) if is_gbnf(text) else rewrite_lark(text))
+
+
+def make_held_schema(text: str, whitespace: str = "") -> tuple[Any, Any]:
+    """Return a schema that llguidance holds answers to as JSON Schema says, and its options.
+
+    Raises:
+        ValueError: answers cannot be held to it.
+    """
+    schema = parse_schema(text)
+    _check_exact(schema, "")
+    if not has_finite_value(schema):
+        raise ValueError(
+            "no finite value fits it. Take a property that leads back to the schema out of "
+            '"required", or allow null or an empty list there'
+        )
+    # These count more than what a schema says of itself in "x-guidance".
+    options: Any = {"lenient": False, "coerce_one_of": False}
+    options |= {"item_separator": ",", "key_separator": ":"}
+    if not CONTROL.search(text):
+        options["json_allowed_escapes"] = ESCAPES
+    options["whitespace_flexible"] = whitespace != "none"
+    if options["whitespace_flexible"]:
+        options["whitespace_pattern"] = whitespace or WHITE_SPACE
+    return UnionRewriter(schema).rewrite(schema), options
 
 
 def write_number_grammar(constraint: Constraint) -> str:
@@ -86,7 +96,14 @@ def write_number_grammar(constraint: Constraint) -> str:
     It is used beside the grammar of a schema, for llguidance lets numbers grow without end. A
     fraction with all its digits does not end with 0, as exclusive bounds may need another digit.
     """
-    whole, total = count_digits(parse_schema(constraint.text))
+    number = make_number_regex(*count_digits(parse_schema(constraint.text)))
+    other = r'[^"0-9.+eE-]|true|false|"(?:[^"\\]|\\.)*"'
+    json_text = rf"(?s:(?:{other}|{number}[,\]}}\x20\t\r\n])*(?:{number})?)"
+    return convert_lark(f"start: /{json_text}/")
+
+
+def make_number_regex(whole: int, total: int) -> str:
+    """Return a regex of finite doubles with so many digits before the point, and in all."""
     small = "(?:[0-9]{1,2}|1[0-9]{2}|2[0-8][0-9])"  # times 10^19 it is finite
     large = "(?:[0-9]{1,2}|[12][0-9]{2}|30[0-7])"  # times 10 it is
     zero = rf"0(?:\.0{{1,5}}|{_make_fraction_regex(total, zeros='0{0,5}')})"
@@ -95,13 +112,11 @@ def write_number_grammar(constraint: Constraint) -> str:
         rf"[1-9][0-9]{{{size - 1}}}{_make_fraction_regex(total - size)}"
         for size in range(2, whole + 1)
     )
-    number = rf"-?(?:{one}|(?:{longer})(?:[eE][+-]?{small})?)"
-    other = r'[^"0-9.+eE-]|true|false|"(?:[^"\\]|\\.)*"'
-    json_text = rf"(?s:(?:{other}|{number}[,\]}}\x20\t\r\n])*(?:{number})?)"
-    return _convert_lark(f"start: /{json_text}/")
+    return rf"-?(?:{one}|(?:{longer})(?:[eE][+-]?{small})?)"
 
 
-def _convert_lark(text: str) -> str:
+def convert_lark(text: str) -> str:
+    """Return a grammar in Lark as llguidance reads it."""
     from llguidance import LLMatcher
 
     # its lexer lacks DELETE
@@ -159,7 +174,11 @@ def _is_safely_rounded(number: float, key: str) -> bool:
 
 def constraint_error(constraint: Constraint, fault: str) -> RequestError:
     """Return the error of a constraint that cannot be had."""
-    names = {"json": "the JSON schema", "choice": "the choices"}
+    names = {
+        "json": "the JSON schema",
+        "choice": "the choices",
+        "calls": "the calls of these tools",
+    }
     name = names.get(constraint.kind, f"the {constraint.kind}")
     fault = tidy_fault(fault)
     if fault.startswith("Unimplemented keys: "):

@@ -9,11 +9,18 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fminfer.core.config import Constraint
+from fminfer.text.calls.call_grammars import (
+    CallSpec,
+    parse_call_spec,
+    write_call_grammar,
+    write_call_number_grammar,
+)
 from fminfer.text.gbnf import add_rule_name, is_gbnf
 from fminfer.text.grammar_forms import tidy_fault, write_grammar, write_number_grammar
 from fminfer.text.json_schemas import (
@@ -73,6 +80,8 @@ def try_constraint(tokenizer: Any, fields: list[Any]) -> list[Any]:
     shortest: list[str | None] = []
     if constraint.kind == "json":
         unknown = sorted(find_unknown_keywords(json.loads(constraint.text)))
+    if constraint.kind == "calls":
+        return _try_calls(tokenizer, parse_call_spec(constraint.text))
     grammars = [write_grammar(constraint)]
     if constraint.kind == "json":
         grammars.append(write_number_grammar(constraint))
@@ -80,22 +89,54 @@ def try_constraint(tokenizer: Any, fields: list[Any]) -> list[Any]:
     elif constraint.kind == "choice":
         shortest = sorted(json.loads(constraint.text), key=len)[:MAX_TRIED]
 
+    try:
+        num_bytes = _measure_grammar(tokenizer, grammars[0])
+    except ValueError as error:
+        if constraint.kind == "grammar" and is_gbnf(constraint.text):
+            fault = add_rule_name(constraint.text, str(error))
+            raise ValueError(tidy_fault(fault)) from None
+        raise ValueError(tidy_fault(str(error))) from None
+    shortest = [text for text in shortest if text and len(text) < MAX_SHORTEST]
+    return [grammars, unknown, shortest, num_bytes]
+
+
+def _measure_grammar(tokenizer: Any, grammar: str) -> int:
+    """Try a grammar; return its memory in bytes.
+
+    Raises:
+        ValueError: what is wrong with it, in llguidance's words.
+    """
     before = _measure_memory()
-    fault, _matcher = _try_grammar(
-        tokenizer, grammars[0]
-    )  # alive while its memory is counted
+    fault, _matcher = _try_grammar(tokenizer, grammar)  # alive while it is measured
     num_bytes = max(0, _measure_memory() - before)  # less, if pages were taken from it
-    if constraint.kind == "grammar" and is_gbnf(constraint.text):
-        fault = add_rule_name(constraint.text, fault)
     if fault:
-        raise ValueError(tidy_fault(fault))
+        raise ValueError(fault)
     if num_bytes > MOST_BYTES:
         raise ValueError(
             f"it takes {num_bytes >> 20} MB of memory; at most {MOST_BYTES >> 20} MB is "
             "allowed. Make it simpler"
         )
-    shortest = [text for text in shortest if text and len(text) < MAX_SHORTEST]
-    return [grammars, unknown, shortest, num_bytes]
+    return num_bytes
+
+
+def _try_calls(tokenizer: Any, spec: CallSpec) -> list[Any]:
+    """Return what `try_constraint` returns, for calls of tools."""
+    schemas = [json.loads(schema) for _, schema in spec.functions]
+    unknown = set[str]().union(*map(find_unknown_keywords, schemas))
+    grammars = [write_call_grammar(spec), write_call_number_grammar(spec)]
+    spec = replace(spec, token_ids={})
+    try:
+        num_bytes = _measure_grammar(tokenizer, write_call_grammar(spec))
+    except ValueError as error:
+        for function in spec.functions:
+            alone = write_call_grammar(replace(spec, functions=(function,)))
+            if fault := _try_grammar(tokenizer, alone)[0]:
+                name = json.dumps(function[0], ensure_ascii=False)
+                raise ValueError(
+                    f"in the parameters of {name}: {tidy_fault(fault)}"
+                ) from None
+        raise ValueError(tidy_fault(str(error))) from None
+    return [grammars, sorted(unknown), [], num_bytes]
 
 
 def _measure_memory() -> int:

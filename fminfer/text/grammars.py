@@ -67,18 +67,16 @@ class Vocabulary:
     def __call__(self, text: bytes | str) -> list[int]:
         """Return the tokens that a model would write for a text in the middle of another."""
         data = text if isinstance(text, bytes) else text.encode()
-        for before in ("", "="):  # some tokenizers put a space before a text
-            ids = self._tokenizer.encode(
-                before + data.decode(), add_special_tokens=False
-            ).ids
-            ids = ids[len(before) :]
-            has_all = all(
-                token_id < len(self.tokens) and token_id not in self._special
-                for token_id in ids
-            )
-            if has_all and b"".join(self.tokens[token_id] for token_id in ids) == data:
-                return ids
+        ids = self._tokenizer.spell_inside(data.decode())
+        if ids and all(i < len(self.tokens) and i not in self._special for i in ids):
+            return ids
         return self._tokenize_greedily(data)
+
+    def find_ids(self, token: bytes) -> list[int]:
+        """Return the tokens of these bytes: a special one, and one that is not."""
+        plain = self._ids.get(token)
+        special = [i for i in self.special_token_ids if self.tokens[i] == token]
+        return special if plain is None else [plain, *special]
 
     def _tokenize_greedily(self, data: bytes) -> list[int]:
         """Return the longest token each time, as long as there is one."""

@@ -200,9 +200,9 @@ class UnionRewriter:
         others = _values_of(other)
         if values is not None and others is not None:
             return values.isdisjoint(others)
-        if _types_of(one).isdisjoint(_types_of(other)):
+        if find_types(one).isdisjoint(find_types(other)):
             return True
-        if _types_of(one) | _types_of(other) != {"object"} or depth > 2:
+        if find_types(one) | find_types(other) != {"object"} or depth > 2:
             return False
         ones, seconds = (each.get("properties") for each in (one, other))
         if not isinstance(ones, dict) or not isinstance(seconds, dict):
@@ -236,7 +236,7 @@ def _find_required_names(schema: dict[str, Any]) -> list[str]:
     )
 
 
-def _types_of(schema: dict[str, Any]) -> frozenset[str]:
+def find_types(schema: dict[str, Any]) -> frozenset[str]:
     """Return the types that may fit; integers are numbers."""
     if (values := _values_of(schema)) is not None:
         names = {

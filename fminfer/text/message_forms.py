@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
-from fminfer.text.tool_calls import parse_object
+from fminfer.text.calls.tool_call import parse_object
 
 ChatMessage = dict[str, Any]
 Render = Callable[[list[ChatMessage]], str]
@@ -204,7 +204,10 @@ def _find_losses(turns: Sequence[Turn], probe: _Probe, forms: Forms) -> Iterator
 
 
 def _find_call_forms(turns: Sequence[Turn], probe: _Probe) -> Forms:
-    """Return the forms in which most turns have their calls; of equals the first one tried."""
+    """Return the forms in which most turns have their calls; of equals the first one tried.
+
+    A form that leaves calls out is better than one that the template refuses.
+    """
     num_calling = sum(bool(turn.calls) for turn in turns)
     is_empty_sent = any(turn.is_empty for turn in turns)
     lackings: tuple[Lacking, ...] = (
@@ -212,13 +215,12 @@ def _find_call_forms(turns: Sequence[Turn], probe: _Probe) -> Forms:
     )
     best = Forms(lacking=lackings[0])
     most = -1
-    for roles in (frozenset[str](), frozenset(turn.role for turn in turns)):
+    calling_roles = frozenset(turn.role for turn in turns if turn.calls)
+    for roles in (frozenset(), calling_roles, frozenset(turn.role for turn in turns)):
         for arguments, lacking in product(ARGUMENT_FORMS, lackings):
             forms = Forms(arguments, lacking, one_part_roles=roles)
             num_written = probe.count_turns_with_calls(forms)
-            # calls would be left out
-            is_loss = lacking != lackings[0] and not num_written
-            if num_written > most and not is_loss:
+            if num_written > most:
                 best = forms
                 most = num_written
             if num_written == num_calling:
@@ -289,7 +291,8 @@ class _Probe:
     def _writes_null(self, forms: Forms, text: str) -> bool:
         empty = self.write_prompt(replace(forms, lacking="empty"))
         return empty is not None and any(
-            text.count(w) > empty.count(w) for w in ("None", "null")
+            text.lower().count(word) > empty.lower().count(word)
+            for word in ("none", "null")
         )
 
 

@@ -183,6 +183,14 @@ class Tokenizer:
         assert self.hf is not None
         return list(self.hf(text, add_special_tokens=add_special_tokens)["input_ids"])
 
+    def spell_inside(self, text: str) -> list[int] | None:
+        """Return the tokens of a text in the middle of another; None: none spell it alone."""
+        for before in ("", "="):  # some tokenizers put a space before a text
+            ids = self._encode_ids(before + text, False)[len(before) :]
+            if b"".join(map(self.bytes_of_token, ids)) == text.encode():
+                return ids
+        return None
+
     def spell_words(
         self, words: tuple[str, ...]
     ) -> tuple[frozenset[tuple[int, ...]], ...]:

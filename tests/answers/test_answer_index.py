@@ -25,7 +25,7 @@ from fminfer.answers.cache_place import CachePlace
 from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.contract.request import SamplingParams, VectorSpec, VectorWish
-from fminfer.core.config import Constraint, EngineConfig
+from fminfer.core.config import Constraint, EngineConfig, Thought, ThoughtForm
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.observation import Observation
 from fminfer.engine.sequence import PreparedRequest
@@ -47,6 +47,7 @@ OTHER: dict[str, Any] = {
     **{"allowed_token_ids": (5,), "bad_words": ("a",)},
     **{"truncate_prompt_tokens": 5, "truncation_side": "right"},
     **{"constraint": Constraint("regex", "a+"), "decoder_prompt": "a"},
+    "thought": Thought(ThoughtForm("<think>", "</think>")),
 }
 PROMPT = EncodedPrompt([1, 2, 3], "abc", [0, 1, 2])
 OTHER_PROMPT: dict[str, Any] = {
@@ -55,6 +56,7 @@ OTHER_PROMPT: dict[str, Any] = {
 }
 OTHER_PREPARED: dict[str, Any] = {
     **{"kind": "chat", "tool_parser": "hermes", "keeps_one_call": True},
+    **{"tools": ({"function": {"name": "f"}},), "has_named_call": True},
     **{"sources": [PROMPT], "num_start": 1, "vectors": VectorWish(VectorSpec(8))},
 }
 QUESTION = "Question: How do you go from the den to the porch?\nAnswer:"
@@ -401,6 +403,8 @@ def test_what_shows_in_a_request_does_not_split_answers(tmp_path: Path) -> None:
         {"chat_template": str(tmp_path / "template")},
         {"request_args": {"n": 2}},
         {"tool_call_parser": "hermes"},
+        {"reasoning_parser": "none"},
+        {"thinking_budget": 9},
         {"budget": 640},
         {"max_rows": 3},
         {"kernels": "off"},
@@ -412,6 +416,8 @@ def test_what_shows_in_a_request_does_not_split_answers(tmp_path: Path) -> None:
         "--overwrite-request-args",
         "--max-model-len",
         "--embeddings",
+        "--reasoning-parser",
+        "--thinking-budget",
     }
     always = plan_ahead(EngineConfig(), open_checkpoint(None)).fingerprint().keys()
     elsewhere = {"--tool-call-parser", "--generation-config"}

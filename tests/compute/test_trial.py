@@ -14,8 +14,8 @@ import fminfer
 from fminfer.cli.app import main
 from fminfer.compute.attention.kernel_attention import CpuAttention
 from fminfer.compute.formats.dense import make_dense_weight
-from fminfer.compute.kernels.calls import PackedCall
 from fminfer.compute.kernels.kernel_build import find_compiler
+from fminfer.compute.kernels.library_calls import PackedCall
 from fminfer.compute.layers.bodies import CpuPartKernels
 from fminfer.compute.layers.products import Linear, PackedProduct
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel

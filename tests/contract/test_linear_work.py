@@ -26,8 +26,8 @@ from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.results import count_possible_stop_chars, find_stop
 from fminfer.engine.start import RequestStarter
 from fminfer.models.known_sizes import DEMO_MODEL
+from fminfer.text.calls.call_reader import ToolCallReader
 from fminfer.text.tokenizer import Tokenizer
-from fminfer.text.tool_calls import ToolCallReader
 from tests.conftest import IS_ALL, more
 
 COUNTS = count(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import transformers
@@ -14,7 +14,7 @@ from fminfer.answers import line_counter
 from fminfer.contract.envelope import Line
 from fminfer.contract.prompts import MAX_ENTRIES
 from fminfer.contract.record import Record
-from fminfer.core.config import EngineConfig
+from fminfer.core.config import EngineConfig, KnownParser
 from fminfer.core.errors import RequestError
 from fminfer.engine.engine_core import Delta, Event, Finished
 from fminfer.engine.intake import Intake
@@ -26,6 +26,7 @@ from fminfer.text.tokenizer import Tokenizer
 from tests.engine.test_contract import Bench
 from tests.line_bench import over_lines, with_options
 from tests.streams import check_stream, events_of, of_request
+from tests.text.call_writers import write_calls
 
 # Renders as ">", behind which the script begins; a message named more makes it longer.
 TEMPLATE = (
@@ -115,6 +116,22 @@ def test_tool_calls_are_read_out_of_the_text() -> None:
     assert len(set(ids)) == 2 and all(each.startswith("call_") for each in ids)
     again = ChatBench(b"I look." + CALL + CALL + b"\0").choices(tools=TOOLS)
     assert again == [choice], "ids are the same in a run that is repeated"
+
+
+@pytest.mark.parametrize("form", get_args(KnownParser))
+def test_calls_of_every_form_are_read(form: KnownParser) -> None:
+    """Answers, streams and equal requests; the types of XML come from the tools."""
+    arguments = {"at": "5", "n": 5}
+    properties = {"at": {"type": "string"}, "n": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": schema}}]
+    script = write_calls(form, [("look", arguments)]).encode() + b"\0"
+    (choice,) = ChatBench(script, 400, tool_call_parser=form).choices(tools=tools)
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["message"]["content"] is None
+    assert call["function"]["name"] == "look"
+    assert json.loads(call["function"]["arguments"]) == arguments
+    ChatBench(script, 400, tool_call_parser=form).stream(tools=tools)
 
 
 def test_a_wish_for_one_call_changes_no_draw() -> None:
@@ -460,7 +477,7 @@ def test_constraints_that_begin_inside_of_something(
     template: str, fields: dict[str, Any], kinds: list[str]
 ) -> None:
     """JSON stood inside a thought, or a second object behind the begun one, without a word."""
-    bench = ChatBench(b"{}", chat_template=template)
+    bench = ChatBench(b"{}", chat_template=template, reasoning_parser="none")
     bench.intake.report_warnings(
         *bench.intake.parse({"messages": HELLO, "max_tokens": 9} | fields).warnings
     )

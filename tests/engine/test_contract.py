@@ -23,6 +23,7 @@ from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import PreparedRequest, RequestState
 from fminfer.engine.start import RequestStarter
 from fminfer.runtime.lines.runner import LOOKAHEAD
+from fminfer.text.tokenizer import Tokenizer
 from tests.line_bench import LineBench
 from tests.steps import Row, StepReader, make_logprobs
 
@@ -122,7 +123,12 @@ class Bench(LineBench):
             RequestLimits(options.get("context", CONTEXT), VOCAB, frozenset({EOS})),
             scheduler,
             self.pipeline,
+            tokenizer=self.make_tokenizer(),
         )
+
+    def make_tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer of 256 ids; None: each of them is its byte."""
+        return None
 
     def run(
         self, *requests: dict[str, Any], read_ahead: int = LOOKAHEAD

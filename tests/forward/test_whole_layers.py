@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import fminfer
-from fminfer.compute.kernels.calls import RowSizes
 from fminfer.compute.kernels.kernel_build import find_compiler
+from fminfer.compute.kernels.library_calls import RowSizes
 from fminfer.compute.layers import products
 from fminfer.compute.layers.bodies import GELU, RELU
 from fminfer.compute.layers.experts import Workspace

@@ -119,6 +119,7 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path) -> None:
     known = names_in(load(EARLIER / "stats.json"))
     newer = {".same_answers", ".why_dependent", ".constraint_mass", ".table"}
     newer |= {".engine.num_label_tokens", ".labels"}
+    newer |= {".engine.num_open_thoughts", ".engine.num_ended_thoughts"}
     assert names_in(stats) == known | newer
 
 
@@ -355,8 +356,8 @@ def test_names_of_fingerprints_are_what_they_were() -> None:
     assert " ".join(told) == (
         "--chat-template --check-model --embeddings --generation-config --max-layers "
         "--max-logprobs --max-model-len --on-too-long --overwrite-request-args "
-        "--same-answers --seed --skip-tokenizer-init --strict --tensor-parallel-size "
-        "--token-format --tool-call-parser"
+        "--reasoning-parser --same-answers --seed --skip-tokenizer-init --strict "
+        "--tensor-parallel-size --thinking-budget --token-format --tool-call-parser"
     )
 
 
@@ -367,9 +368,9 @@ def test_names_of_options_are_what_they_were() -> None:
         "device dtype embeddings generation_config kernels kv_dtype max_layers "
         "max_logprobs max_model_len max_rows max_steps micro_batches model model_config "
         "model_type num_layers offload on_too_long pipeline_group_size prefix_cache "
-        "quantize random_init request_args revision same_answers seed skip_tokenizer_init "
-        "stage_layers strict tensor_parallel_size threads token_format tokenizer "
-        "tool_call_parser without_adapter world_size"
+        "quantize random_init reasoning_parser request_args revision same_answers seed "
+        "skip_tokenizer_init stage_layers strict tensor_parallel_size thinking_budget "
+        "threads token_format tokenizer tool_call_parser without_adapter world_size"
     )
 
 

@@ -156,7 +156,7 @@ def test_defaults_of_the_models_own(tmp_path: Path) -> None:
 
 
 def test_options_of_chat_are_checked() -> None:
-    for option in ({"tool_call_parser": "pythonic"}, {"generation_config": "auto"}):
+    for option in ({"tool_call_parser": "xml"}, {"generation_config": "auto"}):
         with pytest.raises(UsageError, match="must be one of"):
             fminfer.Engine(**option)  # type: ignore[arg-type]
 

@@ -60,7 +60,7 @@ class VariedRun:
             "chunk_size": self.chunk_size,
             "threads": self.threads,
             "token_format": "text",
-            "budget": SCARCE_BUDGET if self.way == "preempted" else 40_000,
+            "budget": 40_000,
         }
         if self.num_stages > 1:
             options["world_size"] = self.num_stages
@@ -95,6 +95,8 @@ class RunBench:
     dtype_options: dict[str, Any]
     lines: Lines
     folder: Path
+    path: str = "/v1/completions"  # where a server is asked
+    scarce_budget: int = SCARCE_BUDGET
 
     def answer(self, run: VariedRun) -> Answers:
         """Answer the lines that the run has rows for; return what must be the same."""
@@ -117,7 +119,10 @@ class RunBench:
         ]
 
     def _open_engine(self, run: VariedRun) -> fminfer.Engine:
-        return fminfer.Engine(str(self.model), **self.dtype_options, **run.options)
+        options = run.options
+        if run.way == "preempted":
+            options["budget"] = self.scarce_budget
+        return fminfer.Engine(str(self.model), **self.dtype_options, **options)
 
     def _answer_alone(self, run: VariedRun) -> Answers:
         """Answer lines by an engine, which may have answered others before."""
@@ -175,7 +180,7 @@ class RunBench:
     def _answer_served(self, run: VariedRun) -> Answers:
         """Answer every other line as a live request, beside a batch of the rest."""
         names = self._order_names(run)
-        path = "/v1/embeddings" if self.kind == "vectors" else "/v1/completions"
+        path = "/v1/embeddings" if self.kind == "vectors" else self.path
         state = self.folder / f"state-{run.order}"
         bodies = {
             name: {"model": str(self.model)} | line for name, line in self.lines.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import fminfer
+from fminfer.engine.engine_core import FURTHER_FIELDS
 
 
 def answer_file(
@@ -92,14 +93,16 @@ def join_chat(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
             }
             found["content"] = found["content"] + part["logprobs"]["content"]
         choice["finish_reason"] = part["finish_reason"]
-        if "stop_reason" in part:
-            choice["stop_reason"] = part["stop_reason"]
+        ends = ("stop_reason", *FURTHER_FIELDS)
+        choice |= {name: part[name] for name in ends if name in part}
     return [choices[index] for index in sorted(choices)]
 
 
 def _join_message(message: dict[str, Any], delta: dict[str, Any]) -> None:
     """Add a delta to a message, as the OpenAI API has it whole."""
     message["content"] = (message["content"] or "") + (delta.get("content") or "")
+    if reasoning := delta.get("reasoning_content"):
+        message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
     for call in delta.get("tool_calls") or []:
         calls = message.setdefault("tool_calls", [])
         if call["index"] == len(calls):

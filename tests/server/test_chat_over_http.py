@@ -147,7 +147,7 @@ def test_a_chat_is_the_completion_of_its_rendered_prompt(server: Running) -> Non
         ({"messages": [{"role": "system", "content": "a"}]}, "messages", "role user"),
         (ASKED | {"logprobs": 3}, "logprobs", '"top_logprobs": 3'),
         (ASKED | {"top_logprobs": 3}, "top_logprobs", '"logprobs": true'),
-        (ASKED | {"tool_choice": "required"}, "tool_choice", "forces a call"),
+        (ASKED | {"tool_choice": "required"}, "tool_choice", "there are no tools"),
         (
             ASKED | {"response_format": {"type": "regex"}},
             "response_format",

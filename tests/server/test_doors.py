@@ -527,8 +527,7 @@ def test_a_byte_order_mark_before_a_body_is_passed_over(server: Running) -> None
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("/v1/responses", "send messages to /v1/chat/completions"),
-        ("/v1/responses/resp_1", "send messages to /v1/chat/completions"),
+        ("/v1/responses/resp_1", "no response is kept; POST /v1/responses"),
         ("/v1/messages", "send messages to /v1/chat/completions"),
         ("/api/chat", "send messages to /v1/chat/completions"),
         ("/generate", "send a prompt to /v1/completions"),
@@ -546,6 +545,8 @@ def test_a_byte_order_mark_before_a_body_is_passed_over(server: Running) -> None
         ("/v1/v1/completions", "it is at /v1/completions; set the base_url"),
         ("/models", "it is at /v1/models; set the base_url"),
         ("/v1/tokenize", "it is at /tokenize. "),
+        ("/v1/responses/resp_1/cancel", "no response is kept; POST /v1/responses"),
+        ("/responses", "it is at /v1/responses; set the base_url"),
         ("/v1/nothing", "there is no /v1/nothing; /docs lists what there is"),
         (
             "/v1/" + "n" * 3000,

@@ -34,13 +34,19 @@ BODIES: dict[Endpoint, dict[str, Any]] = {
         "max_tokens": 2,
         "seed": 5,
     },
+    "responses": {"input": QUESTION, "max_output_tokens": 2, "seed": 5},
     "embeddings": {"input": "w1 w2"},
     "score": {"text_1": "w1", "text_2": ["w2", "w3"]},
     "rerank": {"query": "w1", "documents": ["w2", "w3"]},
     "classify": {"input": "w1 w2"},
 }
 WISH = {"a": ["wish"]}
-URLS: dict[Endpoint, str] = {"completions": COMPLETIONS, "chat": CHAT}
+RESPONSES = "/v1/responses"
+URLS: dict[Endpoint, str] = {
+    "completions": COMPLETIONS,
+    "chat": CHAT,
+    "responses": RESPONSES,
+}
 VECTORS: tuple[Endpoint, ...] = ("embeddings", "score", "rerank", "classify")
 
 
@@ -57,10 +63,18 @@ def wish_of(each: Field) -> dict[str, Any]:
     return {each.name: values.get(each.only, WISH)}
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/generation", "/tokenize"])
+def read_choices(answer: dict[str, Any]) -> Any:
+    """Return the choices of an answer, or the texts of a response's items."""
+    if "output" not in answer:
+        return answer["choices"]
+    return [item["content"] for item in answer["output"]]
+
+
+@pytest.mark.parametrize("path", [*URLS.values(), "/generation", "/tokenize"])
 def test_a_wish_is_refused_on_every_route(server: Running, path: str) -> None:
     """Some were answered as if they were not there, on one route or on all."""
-    endpoint: Endpoint = "chat" if path == CHAT else "completions"
+    endpoints = {url: endpoint for endpoint, url in URLS.items()}
+    endpoint = endpoints.get(path, "completions")
     own = "max_new_tokens" if path == "/generation" else ""
     for each in refused(endpoint):
         if each.name == own:
@@ -72,11 +86,11 @@ def test_a_wish_is_refused_on_every_route(server: Running, path: str) -> None:
             assert answer.error["param"] == each.name
 
 
-@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+@pytest.mark.parametrize("endpoint", [*URLS])
 def test_neutral_values_and_recorded_fields_change_nothing(
     server: Running, endpoint: Endpoint
 ) -> None:
-    plain = server.post(URLS[endpoint], BODIES[endpoint]).json["choices"]
+    plain = read_choices(server.post(URLS[endpoint], BODIES[endpoint]).json)
     names = server.get("/v1/models").json["data"]
     for each in FIELDS[endpoint].values():
         values = [None, *each.neutral]
@@ -85,10 +99,10 @@ def test_neutral_values_and_recorded_fields_change_nothing(
         for value in values if each.fate != "acted on" else ():
             answer = server.post(URLS[endpoint], BODIES[endpoint] | {each.name: value})
             assert answer.status == 200, (each.name, value, answer.body)
-            assert answer.json["choices"] == plain, (each.name, value)
+            assert read_choices(answer.json) == plain, (each.name, value)
 
 
-@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+@pytest.mark.parametrize("endpoint", [*URLS])
 def test_a_wish_is_refused_in_batches_and_files(
     server: Running, endpoint: Endpoint
 ) -> None:
@@ -99,9 +113,8 @@ def test_a_wish_is_refused_in_batches_and_files(
             {"custom_id": name, "method": "POST", "url": URLS[endpoint]}
             | {"body": BODIES[endpoint] | wish}
         ).encode()
-        for name, wish in zip(names, wishes, strict=True)
+        for name, wish in zip([*names, "good"], [*wishes, {}], strict=True)
     ]
-    lines.append(batch_line("good", URLS[endpoint], **BODIES[endpoint]))
     batch = wait_for_end(server, create(server, lines, endpoint=URLS[endpoint]))
     output = content(server, batch["output_file_id"])
     errors = content(server, batch["error_file_id"])
@@ -132,7 +145,7 @@ SPELLINGS: dict[str, object] = {
 }
 
 
-@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+@pytest.mark.parametrize("endpoint", [*URLS])
 def test_another_spelling_is_refused_wherever_it_is_sent(
     server: Running, endpoint: Endpoint
 ) -> None:

@@ -84,6 +84,7 @@ def test_the_document_has_every_route_and_no_error_of_fastapis(server: Running) 
     assert {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/responses",
         "/v1/models",
         "/v1/models/{model}",
         "/tokenize",

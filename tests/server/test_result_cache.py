@@ -185,6 +185,22 @@ def test_calls_of_tools_are_kept(tmp_path: Path) -> None:
         engine.close()
 
 
+def test_a_response_and_its_chat_share_their_answer(engine: fminfer.Engine) -> None:
+    asked = {"input": "How do you go?", "max_output_tokens": 9, "seed": 5}
+    with serving(engine, size=8) as server:
+        computed = server.post("/v1/responses", asked).json
+        body = server.post("/v1/responses", asked | {"stream": True}).body.decode()
+        *_, last, _ = body.split("\n\n")
+        kept = json.loads(last.partition("data: ")[2])["response"]
+        chat = server.post(CHAT, TALK | {"max_tokens": 9, "seed": 5}).json
+        assert counts(server) == (3, 2)
+    content = computed["output"][0]["content"]
+    assert kept["output"][0]["content"] == content
+    assert content[0]["text"] == chat["choices"][0]["message"]["content"]
+    for name in ("input_tokens", "output_tokens", "total_tokens"):
+        assert kept["usage"][name] == computed["usage"][name]
+
+
 def test_a_streamed_answer_is_kept_for_one_that_is_not(
     engine: fminfer.Engine, tmp_path: Path
 ) -> None:

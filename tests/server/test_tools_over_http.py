@@ -55,6 +55,17 @@ TOOLS: Any = [
         "function": {"name": "list_rooms", "parameters": {"type": "object"}},
     },
 ]
+ARGUMENTS = "tool_calls.function.arguments.delta"  # a type of event
+NAMED: Any = {"type": "function", "function": {"name": "find_way"}}
+ALLOWED: Any = {
+    "type": "allowed_tools",
+    "allowed_tools": {"mode": "required", "tools": [NAMED]},
+}
+ALLOWED_ROOMS: Any = {
+    "type": "allowed_tools",
+    "mode": "auto",
+    "tools": [{"type": "function", "name": "list_rooms"}],
+}
 CHATS: list[dict[str, Any]] = [
     {
         "messages": [{"role": "user", "content": "one"}],
@@ -86,6 +97,19 @@ CHATS: list[dict[str, Any]] = [
             "logprobs": True,
         },
         **{"parallel_tool_calls": False, "seed": 4},
+    },
+    {
+        "messages": [{"role": "user", "content": "one"}],
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "seed": 3,
+    },
+    {
+        "messages": [{"role": "user", "content": "one"}],
+        "tools": TOOLS,
+        "tool_choice": NAMED,
+        "max_tokens": 70,
+        "seed": 3,
     },
 ]
 
@@ -198,11 +222,57 @@ def test_a_round_trip(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_calls_that_would_be_forced_are_refused(client: openai.OpenAI) -> None:
-    named: Any = {"type": "function", "function": {"name": "find_way"}}
-    for choice in ("required", named):
-        with pytest.raises(openai.BadRequestError, match="forces a call") as caught:
-            client.chat.completions.create(
-                model="demo", **CHATS[0] | {"tool_choice": choice}
-            )
-        assert caught.value.param == "tool_choice"
+def test_forced_calls_stream_their_arguments(client: openai.OpenAI) -> None:
+    """openai-python joins the pieces of a call to the call that is answered whole."""
+    for choice, reason in (("required", "tool_calls"), (NAMED, "stop")):
+        fields = CHATS[0] | {"tool_choice": choice, "parallel_tool_calls": False}
+        whole = client.chat.completions.create(model="demo", **fields).choices[0]
+        with client.chat.completions.stream(model="demo", **fields) as stream:
+            deltas = [each for each in stream if each.type == ARGUMENTS]
+            joined = stream.get_final_completion().choices[0]
+        assert joined.finish_reason == whole.finish_reason == reason
+        (call,) = whole.message.tool_calls or []
+        (joined_call,) = joined.message.tool_calls or []
+        assert call.type == "function" and joined_call.id == call.id
+        assert len(deltas) > 5
+        texts = [each.arguments_delta for each in deltas]
+        assert "".join(texts) == call.function.arguments
+        json.loads(call.function.arguments)
+
+
+def test_a_call_that_the_model_would_not_make_is_forced(client: openai.OpenAI) -> None:
+    for text, choice in (("told", NAMED), ("talk", ALLOWED)):
+        answer = client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": text}],
+            tools=TOOLS,
+            tool_choice=choice,
+            parallel_tool_calls=False,
+        ).choices[0]
+        (call,) = answer.message.tool_calls or []
+        assert call.type == "function" and call.function.name == "find_way"
+        assert answer.message.content is None
+
+
+def test_strict_tools_are_held_where_the_model_calls(client: openai.OpenAI) -> None:
+    """The model would call with other arguments, which its schema does not allow."""
+    wrong: Any = {"type": "object", "properties": {"start": {"enum": ["attic"]}}}
+    wrong |= {"required": ["start"], "additionalProperties": False}
+    tool = {"name": "find_way", "strict": True, "parameters": wrong}
+    answer = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "one"}],
+        tools=[{"type": "function", "function": tool}],
+        parallel_tool_calls=False,
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert json.loads(call.function.arguments) == {"start": "attic"}
+
+
+def test_only_allowed_tools_are_called(client: openai.OpenAI) -> None:
+    """The model would call find_way; the template still has both."""
+    fields = CHATS[0] | {"tool_choice": ALLOWED_ROOMS, "parallel_tool_calls": False}
+    (choice,) = client.chat.completions.create(model="demo", **fields).choices
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function" and call.function.name == "list_rooms"

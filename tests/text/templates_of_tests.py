@@ -92,7 +92,7 @@ STRINGS = {
             "{%- if message.content is not string -%}{{- raise_exception('no') -}}{%- endif -%}"
             "{{- message.role + ' ' + message.content -}}"
         ),
-        refuses="call call_of_object two_calls",
+        lacking="empty",
     ),
     # Llama 2's system message goes into the user's first
     "system first": WrittenTemplate(
@@ -180,7 +180,7 @@ ONLY_PARTS = {
             "{{- ':' if message['content'][0]['type'] == 'image' else ': ' -}}" + PARTS
         ),
         "parts",
-        refuses="call call_of_object two_calls",
+        lacking="empty",
     ),
     "pictures first": WrittenTemplate(
         every(
@@ -215,12 +215,12 @@ ONLY_PARTS = {
     "one part": WrittenTemplate(
         every("{{- '<' + message.role + '>' + message.content[0].text -}}"),
         "one part",
-        refuses="call call_of_object two_calls",
+        lacking="empty",
     ),
     "last part": WrittenTemplate(
         every("{{- '<' + message.role + '>' + message.content[-1].text -}}"),
         "one part",
-        refuses="call call_of_object two_calls",
+        lacking="empty",
     ),
     "last question": WrittenTemplate(
         "{%- set message = messages | selectattr('role', 'equalto', 'user') | list | last -%}"

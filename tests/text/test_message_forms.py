@@ -114,6 +114,8 @@ def intend(
         message["role"] = "system"
     form = template.contents_of.get(message["role"], template.contents)
     content = message.get("content")
+    if content is None and template.lacking == "empty":
+        content = ""
     joined = (
         "\n".join(part["text"] for part in content)
         if isinstance(content, list)
@@ -124,9 +126,7 @@ def intend(
     elif form == "one part" or (form == "parts" and isinstance(content, str)):
         content = [{"type": "text", "text": joined}]
     if joined is not None or template.lacking != "absent":
-        message["content"] = (
-            "" if joined is None and template.lacking == "empty" else content
-        )
+        message["content"] = content
     if content == "" and template.lacking == "null":
         message["content"] = None
     calls = message.pop("tool_calls", [])
@@ -335,13 +335,60 @@ def test_what_a_template_leaves_out_is_told() -> None:
     assert "leaves out tool calls" in find(of_null, CHATS["said_beside_call"])[0]
 
 
-def test_calls_are_refused_rather_than_left_out() -> None:
-    """Beside an empty content a template that writes no calls would drop them in silence."""
-    with pytest.raises(RequestError, match=r"messages\[1\] has no content"):
-        render(
-            ChatTemplate(TOKENIZER, every("{{- message.content + '.' -}}")),
-            CHATS["call"],
-        )
+# Join a content, or ask it for a text's method, which an absent or a null one lacks.
+JOINED = {
+    "plus": every("{{- message['role'] + ': ' + message['content'] + '\n' -}}"),
+    "plus of an attribute": every("{{- '<' + message.role + '>' + message.content -}}"),
+    "a method": every("{{- message['role'] ~ ': ' ~ message['content'].strip() -}}"),
+    "tilde": every("{{- message['role'] ~ ': ' ~ message['content'] -}}"),
+    "a filter": every("{{- message.role ~ ': ' -}}{{- message.content | trim -}}"),
+    "a filter of roles": "{%- for message in messages if message.role in "
+    "['user', 'assistant'] -%}{{- message.role + message['content'] -}}{%- endfor -%}",
+    "refuses what is no text": every(
+        "{%- if message.content is not string -%}{{- raise_exception('?') -}}"
+        "{%- endif -%}{{- message.role + message.content -}}"
+    ),
+    "wants the key": every(
+        "{%- if message.content is not defined -%}{{- raise_exception('?') -}}"
+        "{%- endif -%}{{- message.role -}}{{- message.content | lower -}}"
+    ),
+    "the first part": every("{{- message.role + message.content[0].text -}}"),
+    "the first part of answers": every(
+        "{{- message.role + (message.content[0].text "
+        "if message.role == 'assistant' else message.content) -}}"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", JOINED.values(), ids=JOINED)
+def test_calls_alone_are_an_empty_text_where_contents_are_joined(text: str) -> None:
+    """A history with calls was refused, though the template writes no calls at all."""
+    ours = ChatTemplate(TOKENIZER, text)
+    (loss,) = render_whole(ours, CHATS["call"]).losses
+    assert "leaves out tool calls" in loss
+    alone = render(ours, CHATS["call"])
+    assert alone == render(ours, CHATS["call_beside_empty"])
+    assert alone == render(
+        ours, {"messages": [HELLO, say("assistant", ""), say("tool", "far")]}
+    )
+    old = {"role": "assistant", "function_call": {"name": "look", "arguments": "{}"}}
+    old_answer = {"role": "function", "name": "look", "content": "far"}
+    assert render(ours, {"messages": [HELLO, old, old_answer]}) == alone
+
+
+@pytest.mark.parametrize("text", JOINED.values(), ids=JOINED)
+def test_answers_without_a_content_are_empty_texts(text: str) -> None:
+    """Neither a tool nor a thought without an answer says anything; both may lack a content."""
+    ours = ChatTemplate(TOKENIZER, text)
+    silent = [say("assistant", ""), say("tool", "", tool_call_id="a")]
+    empty = render(ours, {"messages": [HELLO, *silent, ASKED]})
+    for lacking in ({}, {"content": None}, {"content": []}):
+        answers = [
+            {"role": "assistant", "reasoning_content": "So it is north."} | lacking,
+            {"role": "tool", "tool_call_id": "a", "name": "look"} | lacking,
+        ]
+        whole = render_whole(ours, {"messages": [HELLO, *answers, ASKED]})
+        assert (whole.text, whole.losses) == (empty, ())
 
 
 def test_forms_do_not_depend_on_the_order_of_requests_and_threads() -> None:

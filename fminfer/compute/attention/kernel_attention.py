@@ -24,7 +24,7 @@ from fminfer.compute.attention.scoring import (
     make_rows_contiguous,
     make_scoring,
 )
-from fminfer.compute.kernels.calls import Arguments
+from fminfer.compute.kernels.library_calls import Arguments
 from fminfer.compute.trial import Limits, Pair, Trial
 from fminfer.compute.values.spec import Attention
 from fminfer.compute.values.step import Column, Rows

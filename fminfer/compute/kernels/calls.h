@@ -5,7 +5,7 @@
 
 extern "C" {
 
-// Must agree with calls.py's Arguments.
+// Must agree with library_calls.py's Arguments.
 struct Arguments {
     const void* query;  // element (head, token, i) at head * query_head + token * query_token + i
     void* out;          // (tokens, heads, head_dim)
@@ -36,7 +36,7 @@ struct Arguments {
     float scaling, softcap;  // softcap 0: none
 };
 
-// Must agree with calls.py's RowSizes.
+// Must agree with library_calls.py's RowSizes.
 struct Rows {
     const void* x;
     void* out;  // (outer, inner, width), in one piece
@@ -45,7 +45,7 @@ struct Rows {
     int64_t num_threads;
 };
 
-// A packed weight, or some outputs of one. Must agree with calls.py's PackedCall.
+// A packed weight, or some outputs of one. Must agree with library_calls.py's PackedCall.
 struct Packed {
     const void* weight;
     int64_t outputs;
@@ -54,7 +54,7 @@ struct Packed {
     int64_t is_lent;  // floats as they are stored, (outputs, inputs): each panel is packed in use
 };
 
-// Must agree with calls.py's ProductCall.
+// Must agree with library_calls.py's ProductCall.
 struct Product {
     const void* x;        // (rows, inputs)
     const Packed* parts;  // of the weight, one below the other
@@ -66,7 +66,7 @@ struct Product {
     int64_t num_threads;
 };
 
-// Must agree with calls.py's ExpertCall.
+// Must agree with library_calls.py's ExpertCall.
 struct Mixture {
     const void* x;          // (tokens, hidden)
     Packed up, down;        // of all experts, as fminfer_pack_experts packs them

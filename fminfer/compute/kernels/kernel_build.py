@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from fminfer.compute.kernels.calls import Library
+from fminfer.compute.kernels.library_calls import Library
 from fminfer.machine import processor
 from fminfer.machine.user_cache import make_cache_folder
 

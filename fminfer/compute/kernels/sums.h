@@ -14,7 +14,7 @@ constexpr int SUMS_OVER = 2, SUMS_DIFFER = 3;  // what calls return beside 0, an
 
 extern "C" {
 
-// One process's way to the others. Must agree with calls.py's SumsStruct.
+// One process's way to the others. Must agree with library_calls.py's SumsStruct.
 struct Sums {
     char* memory;                    // an Arrival of each rank, then two buffers of each
     int64_t capacity, index, count;  // bytes of a buffer; this rank, and of how many

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fminfer.compute.kernels.calls import RowSizes
+from fminfer.compute.kernels.library_calls import RowSizes
 from fminfer.compute.layers import plain
 from fminfer.compute.trial import Limits, Pair, Trial
 from fminfer.compute.values.spec import Mlp, Norm, Rope

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from fminfer.compute.kernels.calls import ExpertCall
+from fminfer.compute.kernels.library_calls import ExpertCall
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import QUICK_GELU, activations_of
 from fminfer.compute.layers.products import (

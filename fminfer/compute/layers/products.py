@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fminfer.compute.formats.dense import Dense, make_dense_weight
-from fminfer.compute.kernels.calls import PackedCall, ProductCall
+from fminfer.compute.kernels.library_calls import PackedCall, ProductCall
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
 from fminfer.compute.values.weights import (
     KERNEL_TYPES,

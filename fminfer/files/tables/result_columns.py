@@ -17,6 +17,7 @@ import orjson
 from fminfer.contract.constraint import CONSTRAINTS, find_constraint
 from fminfer.contract.json_object import dump_json
 from fminfer.contract.record import Choice, parse_record
+from fminfer.contract.responses import convert_result
 from fminfer.core.errors import RequestError, UsageError
 from fminfer.files.journal_rows import Row
 from fminfer.files.tables.table import import_pyarrow
@@ -104,7 +105,7 @@ def parse_cells(row: Row, columns: Collection[ResultColumn]) -> dict[str, Any]:
         ]
     else:
         counts = {"prompt_tokens": row.tokens[0], "completion_tokens": row.tokens[2]}
-        result = fields["result"]
+        result = convert_result(fields["result"])
         # vectors and scores are one choice, of JSON
         listed = result.get("choices") or [{"text": _dump_json(result)}]
         choices = [{"row": counts, **_parse_choice(choice)} for choice in listed]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fminfer.contract.record import parse_record
+from fminfer.contract.responses import convert_result
 from fminfer.job.report.plain_text import make_visible
 
 # What a record raises that has the names of a record, and other values.
@@ -64,6 +65,10 @@ def read_answer(raw: bytes) -> AnswerFields | None:
     if not isinstance(result, dict):
         is_error = isinstance(error, dict)
         return AnswerFields(request, [], {}, {}, error, fields) if is_error else None
+    try:
+        result = convert_result(result)
+    except ODD_RECORD:
+        return None
     # One that is made of vectors has no choices.
     is_of_vectors = isinstance(result.get("data", result.get("results")), list)
     choices = result.get("choices", [] if is_of_vectors else None)

@@ -79,8 +79,8 @@ class ConstraintWatch:
     def observe(self, prepared: PreparedRequest) -> PreparedRequest:
         """Return a request that is to be computed, under observation if its turn has come."""
         constraint = prepared.params.constraint
-        if constraint is None:
-            return prepared
+        if constraint is None or prepared.params.thought is not None:
+            return prepared  # a thought's first token says nothing of the constraint
         tally = self._find_tally(constraint)
         tally.num_rows += 1
         if tally.num_rows > NUM_FIRST_ROWS and tally.num_rows % SAMPLE_INTERVAL:

@@ -12,8 +12,9 @@ import numpy as np
 from fminfer.answers.answer_index import make_answer_key
 from fminfer.answers.line_counter import LineCounter
 from fminfer.contract.envelope import Envelope, Line, parse_envelope, quote_text
-from fminfer.contract.record import Record, make_line_id
+from fminfer.contract.record import Record, make_line_id, make_record_key
 from fminfer.contract.request import SamplingParams
+from fminfer.contract.responses import make_response_head, make_result
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.errors import line_error
 from fminfer.engine.engine_core import Failed, Finished
@@ -195,22 +196,28 @@ class RecordForm:
         vector = b""
         if self.keeps_vectors_apart:
             answer, vector = _split_vector(answer)
+        result = answer.result
+        if is_response := envelope.is_response and answer.part == "choices":
+            # Of the request, so that a later run gets the same ids of items by this answer.
+            item_id = make_record_key(envelope, request.prepared.repeat).hex()
+            result = make_result(answer.choices[0], usage, item_id)
         if envelope.shape == "batch":
             model = envelope.fields.get("model")
             name = model if isinstance(model, str) and model else self.model_name
             request_id = make_line_id(line, envelope)
-            head = make_answer_head(
-                request.prepared.kind, request_id, self.created, name
-            )
-            result = head | answer.result
+            kind = request.prepared.kind
+            result = (
+                make_response_head(
+                    envelope.fields, request_id, self.created, name, request.params
+                )
+                if is_response
+                else make_answer_head(kind, request_id, self.created, name)
+            ) | result
         else:
             times = dict(answer.times)
             times["queue_time"] += max(0.0, request.added_s - request.read_s)
-            result = {
-                answer.part: answer.choices,
-                "request_time": times,
-                "usage": usage,
-            }
+            result_usage = result.pop("usage")
+            result = {**result, "request_time": times, "usage": result_usage}
         return Record(
             line,
             envelope,

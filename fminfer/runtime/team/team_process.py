@@ -27,9 +27,10 @@ class StreamPosition:
     Another pipeline begins the choice anew after one has died; nothing is sent twice.
     """
 
-    # Numbers of characters, token ids, tool calls, and tokens with logprobs.
-    num_sent: tuple[int, ...] = (0, 0, 0, 0)
-    num_again: tuple[int, ...] = (0, 0, 0, 0)
+    # Numbers of characters of the thought and of the text, token ids, parts of tool calls,
+    # and tokens with logprobs.
+    num_sent: tuple[int, ...] = (0, 0, 0, 0, 0)
+    num_again: tuple[int, ...] = (0, 0, 0, 0, 0)
     is_over: bool = False  # its end was told
 
     def begin_anew(self) -> None:
@@ -45,7 +46,9 @@ class StreamPosition:
             if logprobs
             else []
         )
-        parts: tuple[Any, ...] = delta.text, delta.token_ids, delta.tool_calls, listed
+        calls = _split_calls(delta.tool_calls)
+        texts = (delta.reasoning, delta.text)
+        parts: tuple[Any, ...] = *texts, delta.token_ids, calls, listed
         new = [part[again:] for part, again in zip(parts, self.num_again, strict=True)]
         counts = [*zip(parts, new, self.num_sent, self.num_again, strict=True)]
         if logprobs is not None:
@@ -58,10 +61,40 @@ class StreamPosition:
         if not (any(new) or is_end):
             return None
         self.is_over = is_end
-        text, ids, calls, _ = new
+        reasoning, text, ids, calls, _ = new
         return replace(
-            delta, text=text, token_ids=ids, logprobs=logprobs, tool_calls=calls
+            delta,
+            reasoning=reasoning,
+            text=text,
+            token_ids=ids,
+            logprobs=logprobs,
+            tool_calls=_join_calls(calls),
         )
+
+
+def _split_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the parts of calls: each one's head, and the characters of its arguments."""
+    parts = []
+    for call in calls:
+        function = call["function"]
+        if "id" in call:
+            parts.append(call | {"function": function | {"arguments": ""}})
+        parts += [
+            {"index": call["index"], "function": {"arguments": character}}
+            for character in function["arguments"]
+        ]
+    return parts
+
+
+def _join_calls(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the calls of such parts, or the rest of one."""
+    calls = list[dict[str, Any]]()
+    for part in parts:
+        if "id" in part or not calls:
+            calls.append(part | {"function": dict(part["function"])})
+        else:
+            calls[-1]["function"]["arguments"] += part["function"]["arguments"]
+    return calls
 
 
 @dataclass(slots=True, eq=False)

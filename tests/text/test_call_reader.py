@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fminfer.core.config import KnownParser
-from fminfer.text.tool_calls import ToolCall, ToolCallReader, find_parser
+from fminfer.text.calls.call_forms import find_parser
+from fminfer.text.calls.call_reader import ToolCallReader
+from fminfer.text.calls.tool_call import ToolCall
 
 Answer = tuple[str, list[ToolCall]]
 SCALARS = st.none() | st.booleans() | st.integers() | st.text()
@@ -171,8 +173,8 @@ def test_what_is_certain_comes_at_once() -> None:
     assert reader.finish() == ("\n", [])
     reader = ToolCallReader("llama3_json")
     assert reader.feed(" H") == (" H", [])
-    assert reader.feed("i\n") == ("i\n", [])
-    assert reader.finish() == ("", [])
+    assert reader.feed("i\n") == ("i", [])
+    assert reader.finish() == ("\n", [])
     reader = ToolCallReader("llama3_json")
     assert reader.feed(C) == ("", [CALL_A])
     assert reader.feed(f";{C[:5]}") == ("", [])
@@ -278,8 +280,8 @@ def test_long_texts_take_linear_time(parser: KnownParser, unit: str) -> None:
             'return a json object within <tool_call></tool_call> tags: <tool_call>\n{"name": …',
             "hermes",
         ),
-        ("<tool_call>\n<function=example>\n<parameter=a>", None),
-        ("<tool_call>{function-name}<arg_key>{a}</arg_key>", None),
+        ("<tool_call>\n<function=example>\n<parameter=a>", "qwen3_coder"),
+        ("<tool_call>{function-name}<arg_key>{a}</arg_key>", "glm45"),
         (
             'Respond in the format {"name": function name, "parameters": dictionary of argument '
             "name and its value}. Do not use variables.",
@@ -290,7 +292,7 @@ def test_long_texts_take_linear_time(parser: KnownParser, unit: str) -> None:
             "{% for message in messages %}<|im_start|>{{ message.content }}{% endfor %}",
             None,
         ),
-        ("[TOOL_CALLS]", None),
+        ("[TOOL_CALLS]", "mistral"),
     ],
 )
 def test_find_parser(template: str, parser: KnownParser | None) -> None:
