@@ -139,6 +139,16 @@ def test_a_certain_call_that_breaks_off_is_cut() -> None:
         assert "".join(content for content, _ in parts) == ""
         calls = [call for _, calls in parts for call in calls]
         assert calls[0].name == "look" and calls[0].arguments.startswith("{")
+        assert all(call.arguments for call in calls)
+
+
+@pytest.mark.parametrize("form", PARSERS)
+def test_text_comes_at_once_under_a_grammar(form: KnownParser) -> None:
+    reader = ToolCallReader(form, TOOLS, is_certain=True)
+    assert reader.feed('Hi, {"a": "b": {}} [c(d=1)]') == (
+        'Hi, {"a": "b": {}} [c(d=1)]',
+        [],
+    )
 
 
 CHANNEL = "<|channel|>commentary"

@@ -37,15 +37,13 @@ PYTHON = Syntax(
 def hold_brackets(
     cursor: CallCursor, syntax: Syntax, pieces: list[str]
 ) -> Reading[bool]:
-    """Hold text from a bracket to the one that closes it; False: something else is there.
+    """Hold text from a bracket, which is there, to the one that closes it; False: none does.
 
     Args:
         pieces: the text goes there.
     """
     depth = 0
     quote = ""
-    if syntax.brackets.get((yield from cursor.peek_character())) != 1:
-        return False
     while True:
         yield from cursor.read_pattern(syntax.patterns[quote], pieces.append)
         character = yield from cursor.peek_character()

@@ -182,8 +182,8 @@ class CallCursor:
         self._white.clear()
 
     def _pop_arguments(self) -> None:
-        if self.arguments:
-            self._calls.append(ToolCall(self._name, "".join(self.arguments)))
+        if arguments := "".join(self.arguments):
+            self._calls.append(ToolCall(self._name, arguments))
             self._name = ""
             self.arguments.clear()
 

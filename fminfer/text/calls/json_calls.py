@@ -21,6 +21,8 @@ def read_object(cursor: CallCursor, name: str = "") -> Reading[bool]:
 
     The object ends at the brace that closes it.
     """
+    if (yield from cursor.peek_character()) != "{":
+        return False
     if cursor.is_certain:
         return (yield from _read_certain_object(cursor, name))
     first = len(cursor.held)
