@@ -69,7 +69,13 @@ def _goes_on(last: Item, message: Item) -> bool:
     """Return whether an item belongs to the assistant's message before it."""
     if not last.get("role") == message.get("role") == "assistant":
         return False
-    return "tool_calls" in message or last.keys() == {"role", "reasoning_content"}
+    is_call = message.keys() == {"role", "tool_calls"}
+    is_behind_thought = last.keys() == {"role", "reasoning_content"}
+    # A message may have any value under these names, which chat refuses.
+    fits = all(
+        isinstance(last[key], type(message[key])) for key in last.keys() & message
+    )
+    return fits and (is_call or is_behind_thought)
 
 
 def _make_message(value: object, name: str) -> Item:

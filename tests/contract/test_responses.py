@@ -188,6 +188,25 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
     (
         {
+            "input": [
+                {"role": "assistant", "content": "a", "tool_calls": "x"},
+                {"type": "function_call"}
+                | dict.fromkeys(("call_id", "name", "arguments"), "f"),
+            ]
+        },
+        "input[0].tool_calls",
+    ),
+    (
+        {
+            "input": [
+                {"type": "reasoning", "content": text_parts("reasoning_text", "b")},
+                {"role": "assistant", "content": "a", "reasoning_content": 5},
+            ]
+        },
+        "input[1].reasoning_content",
+    ),
+    (
+        {
             "instructions": "x",
             "input": [
                 {"role": "user", "content": "a"},
