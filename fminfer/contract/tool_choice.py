@@ -199,13 +199,13 @@ def _check_names(choice: ToolChoice, known: list[str]) -> None:
 def _make_arguments_schema(
     function: Mapping[str, Any], place: int, choice: ToolChoice
 ) -> str:
-    """Return the schema of a function's arguments; "{}": any object.
+    """Return the schema of a function's arguments, which are an object.
 
     A call that the model need not make is held to the schema of a strict tool alone.
     """
     parameters = function.get("parameters")
     if not (choice.is_forced or function.get("strict")) or parameters in (None, True):
-        return "{}"
+        return '{"type":"object"}'
     name = f"tools[{place}].function.parameters"
     check_type(name, parameters, dict, "a JSON Schema of an object")
     kind = parameters.get("type", "object")

@@ -361,6 +361,19 @@ def test_a_function_without_a_schema_takes_any_names(form: KnownParser) -> None:
     assert not judge.takes(writer([("f", {"a": 5})]).replace("5", "five"))
 
 
+@pytest.mark.parametrize("form", ["qwen3_coder", "glm45", "minimax_m2"])
+def test_a_listed_text_that_holds_the_closing_tag_is_not_written(
+    form: KnownParser,
+) -> None:
+    """A reader would end the text there, and lose the call."""
+    (writer,) = WRITERS[form]
+    values = ("a</parameter>b", "a</arg_value>b", "c")
+    schema = {"properties": {"a": {"type": "string", "enum": values}}}
+    judge = Judge(make_spec(form, writer, functions=(("f", json.dumps(schema)),)))
+    taken = [judge.takes(writer([("f", {"a": value})])) for value in values]
+    assert taken == [form == "glm45", form != "glm45", True]
+
+
 def test_special_tokens_stand_for_their_texts() -> None:
     spec = CallSpec(
         "mistral", 0, FUNCTIONS, False, False, {"[TOOL_CALLS]": 5, "[ARGS]": 6}

@@ -180,7 +180,7 @@ def _write_raw_text(schema: dict[str, Any], tag: str) -> str:
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if values is not None:
         words = (each if isinstance(each, str) else json.dumps(each) for each in values)
-        return f"({' | '.join(map(quote, words))})"
+        return f"({' | '.join(map(quote, words))}) & ~/(?s:.*{tag}.*)/"
     name = str(schema.get("format"))
     if name in NATIVE_FORMATS:
         raise _unheld_error(f'the format "{name}"', "text between tags")
