@@ -37,7 +37,7 @@ def make_answer_key(prepared: PreparedRequest, terms: bytes = b"") -> bytes:
     """
     params = prepared.params
     one_call = ["one call"] * prepared.keeps_one_call
-    one_call += ["named call"] * prepared.has_named_call
+    one_call += ["named call"] * (prepared.call_mode == "one")
     # the types of a call's arguments come from them
     tools = [json.dumps(prepared.tools)] * bool(prepared.tools)
     head = (

@@ -14,6 +14,7 @@ from fminfer.contract.labels import make_label_params
 from fminfer.contract.prompts import check_choices, parse_prompts
 from fminfer.contract.read_fields import parse_fields
 from fminfer.contract.row_warnings import RowWarning
+from fminfer.contract.tool_choice import CallMode
 from fminfer.core.config import Constraint, KnownParser, Thought
 from fminfer.core.errors import RequestError
 
@@ -157,7 +158,7 @@ class Request:
     # the tools, if that form needs their schemas
     tools: tuple[dict[str, Any], ...] = ()
     keeps_one_call: bool = False  # its answer ends behind its first call
-    has_named_call: bool = False  # it names the function that its answer calls
+    call_mode: CallMode = "auto"  # whether its answer must be calls
     # what is made of its prompts' vectors; None: it draws
     vectors: VectorWish | None = None
 

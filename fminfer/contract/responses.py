@@ -68,7 +68,7 @@ def parse_response(
         raise RequestError(
             "missing_prompt",
             f'input is {state}; give a text, or a list such as [{{"role": "user", '
-            '"content": "Hello"}]',
+            '"content": "Hello"}]. /v1/chat/completions takes messages',
             "input",
         )
     values, warnings = parse_fields(

@@ -248,6 +248,9 @@ class DeltaStream:
         text, calls = part.split_calls(
             part.pop_answer(sequence, num_chars), is_over=is_over
         )
+        is_forced = prepared.call_mode != "auto"
+        if is_forced:
+            text = ""  # the beginning of a call that was cut
         adds_prompt = params.echo and not part.has_prompt
         if adds_prompt:
             text = sequence.prompt.encoded.text + text
@@ -281,7 +284,7 @@ class DeltaStream:
                 named,
                 _make_further_fields(sequence) if is_over else {},
                 reasoning,
-                not (is_over and sequence.thought and sequence.thought.is_open),
+                not (is_over and (is_forced or _is_open(sequence))),
             )
         part.num_listed = num_listed
         part.num_drawn = len(sequence.tokens)
@@ -310,7 +313,12 @@ def _ends_by_calls(sequence: Sequence) -> bool:
     is_held = prepared.params.constraint is not None
     may_be_broken = is_held and sequence.stop_reason is not None
     is_over = sequence.finish_reason == "stop"
-    return is_over and not prepared.has_named_call and not may_be_broken
+    return is_over and prepared.call_mode != "one" and not may_be_broken
+
+
+def _is_open(sequence: Sequence) -> bool:
+    """Return whether a choice ends within its thought."""
+    return sequence.thought is not None and sequence.thought.is_open
 
 
 def _make_further_fields(sequence: Sequence) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from fminfer.contract.prompts import check_text
 from fminfer.contract.read_fields import describe_guess
 from fminfer.contract.request import Request
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
-from fminfer.contract.tool_choice import HeldCalls
+from fminfer.contract.tool_choice import CallMode, HeldCalls
 from fminfer.core.config import Constraint, EngineConfig, KnownParser, Thought
 from fminfer.core.errors import RequestError
 from fminfer.engine.thinking import BUDGET
@@ -96,7 +96,7 @@ class ChatIntake:
             tool_parser=parser,
             tools=tuple(chat.tools) if form and form.needs_tools else (),
             keeps_one_call=parser is not None and chat.keeps_one_call,
-            has_named_call=chat.held_calls is not None and chat.held_calls.is_named,
+            call_mode=_choose_call_mode(chat.held_calls),
         )
 
     def _make_calls_constraint(
@@ -178,11 +178,17 @@ class ChatIntake:
         return warnings + [RowWarning(loss) for loss in rendered.losses]
 
 
+def _choose_call_mode(calls: HeldCalls | None) -> CallMode:
+    if calls is None or not calls.is_forced:
+        return "auto"
+    return "one" if calls.is_named else "required"
+
+
 def _no_tags_error(budget: int) -> RequestError:
     return RequestError(
         "unsupported_parameter",
         f"{BUDGET} is {budget}, and the tags of this model's thoughts are not known. Name "
-        "them by --reasoning-parser, or set -1 and run without --thinking-budget",
+        "them by --reasoning-parser, or ask without that and --thinking-budget",
         BUDGET,
     )
 

@@ -34,7 +34,9 @@ class Delta:
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     further_fields: dict[str, Any] = field(default_factory=dict)  # FURTHER_FIELDS
     reasoning: str = ""  # in chat, the thought before the text
-    has_content: bool = True  # False: the choice ended in its thought
+    has_content: bool = (
+        True  # False: the choice ended in its thought, or is to be calls
+    )
 
 
 @dataclass(slots=True, frozen=True)

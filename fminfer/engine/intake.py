@@ -407,7 +407,7 @@ class Intake:
             sources,
             (1 if request.params.decoder_prompt else len(self.limits.start_ids or ())),
             tools=request.tools,
-            has_named_call=request.has_named_call,
+            call_mode=request.call_mode,
         )
 
     def _check_budget(self, params: SamplingParams) -> None:
@@ -424,9 +424,9 @@ class Intake:
         if num_needed > params.max_tokens:
             raise RequestError(
                 "out_of_range",
-                f"{BUDGET} is {thought.budget}, which with the tokens that end a thought "
-                f"takes {num_needed}, and the whole answer has {params.max_tokens}. Lower "
-                "it, or raise max_tokens",
+                f"{BUDGET} (or --thinking-budget) is {thought.budget}, which with the tokens "
+                f"that end a thought takes {num_needed}, and the whole answer has "
+                f"{params.max_tokens}. Lower it, or raise max_tokens",
                 BUDGET,
             )
 

@@ -352,6 +352,8 @@ class EngineLoop:
         else:  # its tokens were scored, not drawn
             self.stats.count_ended(sequence.prompt.params.max_tokens)
         self.stats.num_cut_off += sequence.is_cut_off
+        if sequence.thought is not None:
+            self.stats.num_truncated_thoughts += sequence.thought.is_truncated
         if sequence.thought is not None and sequence.thought.is_open:
             self.stats.num_open_thoughts += sequence.finish_reason == "length"
             self.stats.num_ended_thoughts += sequence.finish_reason == "stop"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from fminfer.contract.request import SamplingParams, VectorWish
+from fminfer.contract.tool_choice import CallMode
 from fminfer.core.config import KnownParser
 from fminfer.core.errors import RequestError
 from fminfer.core.messages import Mask
@@ -84,7 +85,7 @@ class PreparedRequest:
     observation: Observation | None = None
     # the tools, if the form of calls needs their schemas
     tools: tuple[dict[str, Any], ...] = ()
-    has_named_call: bool = False  # it names the function that its answer calls
+    call_mode: CallMode = "auto"  # whether its answer must be calls
 
     @property
     def is_pooled(self) -> bool:
@@ -315,8 +316,8 @@ class PromptState:
         if self.owner.prepared.observation is None:
             return None
         masses = [min(1.0, math.exp(report.logprob)) for report in self.mask_reports]
-        if self.walk is not None:
-            mass = self.walk.describe_answer()["label_mass"]
+        if (walk := self.sequences[0].walk) is not None:
+            mass = walk.describe_answer()["label_mass"]
         elif masses:
             mass = masses.pop(0)
         else:

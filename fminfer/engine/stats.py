@@ -82,6 +82,7 @@ class EngineStats:
     # of sequences that ended in their thought: by max_tokens, and by their own end
     num_open_thoughts: int = 0
     num_ended_thoughts: int = 0
+    num_truncated_thoughts: int = 0  # that a budget ended
     num_put_back: int = 0  # preempted rows, which were fed again
     # rows that gave nan, and were fed again without the prefix cache
     num_apart: int = 0

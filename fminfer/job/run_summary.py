@@ -22,8 +22,8 @@ from fminfer.files.output_paths import STDOUT
 
 MAX_LABELS = 1000  # different ones that are counted
 NUM_NAMED = 10  # labels that the summary names
-# Of answers that are not whole: how a count of the engine is called, and why they are not.
-_NOT_WHOLE = {
+# Of answers that are not as they were to be: how a count of the engine is called, and why.
+_SHORTFALLS = {
     "num_cut_off": (
         "cut off",
         "by max_tokens, before what was asked for was complete: raise it",
@@ -35,8 +35,10 @@ _NOT_WHOLE = {
     ),
     "num_ended_thoughts": (
         "thoughts",
-        "without text, as the model ended within its thought",
+        "without text, as the model ended within its thought; with --thinking-budget it "
+        "cannot end there before a constrained answer",
     ),
+    "num_truncated_thoughts": ("thoughts", "whose thought a budget ended"),
 }
 
 
@@ -268,7 +270,7 @@ class JobSummary:
             yield "prefix", self._prefix_text()
         if stats["num_put_back"] or stats["num_apart"]:
             yield "put back", self._again_text()
-        for name, (label, why) in _NOT_WHOLE.items():
+        for name, (label, why) in _SHORTFALLS.items():
             if stats[name]:
                 yield label, f"{with_noun(stats[name], 'answer')} {why}"
         if self.result_cache:

@@ -33,6 +33,8 @@ _PLAIN = {  # in place of llguidance's words
     "together. Leave one of them out",
 }
 _INTERNAL = re.compile(r"<(state|grammar|non-verbose/)>.*|\bcompute_time.*", re.DOTALL)
+# where it stands in a grammar that is not the user's
+_PLACE = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?| \d+ \| .*")
 NO_RULES = ("default", "examples")
 UPPER = ("maximum", "exclusiveMaximum")
 LOWER = ("minimum", "exclusiveMinimum")
@@ -181,9 +183,12 @@ def constraint_error(constraint: Constraint, fault: str) -> RequestError:
     }
     name = names.get(constraint.kind, f"the {constraint.kind}")
     fault = tidy_fault(fault)
-    if fault.startswith("Unimplemented keys: "):
-        keys = fault.removeprefix("Unimplemented keys: ").strip("[]")
-        fault = f"it has {keys}, to which answers cannot be held. Leave that out"
+    if constraint.kind == "calls":
+        fault = _PLACE.sub("", fault)
+    place, sign, keys = fault.partition("Unimplemented keys: ")
+    if sign:
+        keys = keys.strip("[]")
+        fault = f"{place}it has {keys}, to which answers cannot be held. Leave that out"
     if fault.startswith("oneOf constraints are not supported"):
         fault = "it has oneOf whose branches may fit one value at once. Write anyOf"
     return RequestError(

@@ -56,7 +56,7 @@ OTHER_PROMPT: dict[str, Any] = {
 }
 OTHER_PREPARED: dict[str, Any] = {
     **{"kind": "chat", "tool_parser": "hermes", "keeps_one_call": True},
-    **{"tools": ({"function": {"name": "f"}},), "has_named_call": True},
+    **{"tools": ({"function": {"name": "f"}},), "call_mode": "one"},
     **{"sources": [PROMPT], "num_start": 1, "vectors": VectorWish(VectorSpec(8))},
 }
 QUESTION = "Question: How do you go from the den to the porch?\nAnswer:"

@@ -176,8 +176,14 @@ def test_a_cut_call_says_why_it_ended() -> None:
         )
     found = answer(CALL + b"\0", stop="12", tool_choice="required")
     assert found["finish_reason"] == "stop", "a stop string ended it, and it is broken"
-    found = answer(CALL + b"\0", max_tokens=5, tool_choice="required")
-    assert found["finish_reason"] == "length" and not list_calls(found)
+    for size in (5, 25, len(CALL) + 25):  # within a call's head: no content, either
+        for choice in ("required", NAMED):
+            found = answer(2 * CALL + b"\0", max_tokens=size, tool_choice=choice)
+            assert found["message"]["content"] is None
+            assert len(list_calls(found)) == (size > len(CALL))
+            if choice == "required":
+                assert found["finish_reason"] == "length"
+                stream(2 * CALL + b"\0", max_tokens=size, tool_choice=choice)
 
 
 @pytest.mark.parametrize("parser", ["auto", "none"])
@@ -205,3 +211,4 @@ def test_a_schema_that_cannot_be_had_is_refused_by_its_functions_name() -> None:
     assert (
         error.param == "tools" and '"odd"' in error.message and "not" in error.message
     )
+    assert "it has" in error.message and "start:" not in error.message

@@ -256,6 +256,9 @@ def test_open_thoughts_are_counted() -> None:
     bench.message(max_tokens=1)
     stats = bench.loop.stats
     assert (stats.num_open_thoughts, stats.num_ended_thoughts) == (2, 1)
+    assert stats.num_truncated_thoughts == 0
+    bench.message(thinking_token_budget=0)
+    assert bench.loop.stats.num_truncated_thoughts == 1
 
 
 def test_a_stream_that_begins_anew_repeats_no_thought() -> None:

@@ -120,6 +120,7 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path) -> None:
     newer = {".same_answers", ".why_dependent", ".constraint_mass", ".table"}
     newer |= {".engine.num_label_tokens", ".labels"}
     newer |= {".engine.num_open_thoughts", ".engine.num_ended_thoughts"}
+    newer |= {".engine.num_truncated_thoughts"}
     assert names_in(stats) == known | newer
 
 

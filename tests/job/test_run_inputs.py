@@ -310,6 +310,7 @@ def test_one_is_not_many() -> None:
         "num_cut_off": 1,
         "num_open_thoughts": 1,
         "num_ended_thoughts": 1,
+        "num_truncated_thoughts": 1,
         "num_apart": 0,
         "num_again_tokens": 1,
         "num_cached_tokens": 0,

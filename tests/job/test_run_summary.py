@@ -62,6 +62,7 @@ def test_every_line(tmp_path: Path) -> None:
         num_cut_off=1,
         num_open_thoughts=2,
         num_ended_thoughts=1,
+        num_truncated_thoughts=3,
         num_kept_requests=4,
         num_copied_requests=1,
         stages=[stage, stage | {"busy_s": 4.0, "num_passes": 0, "slowest_read": 0.0}],
@@ -126,7 +127,9 @@ def test_every_line(tmp_path: Path) -> None:
         "cut off   1 answer by max_tokens, before what was asked for was complete: raise it",
         "thoughts  2 answers without text, as max_tokens ended the thought: raise it, or give "
         "--thinking-budget",
-        "thoughts  1 answer without text, as the model ended within its thought",
+        "thoughts  1 answer without text, as the model ended within its thought; with "
+        "--thinking-budget it cannot end there before a constrained answer",
+        "thoughts  3 answers whose thought a budget ended",
         "cache     4 requests had an answer in cache",
         "copied    1 request had the answer of an equal one, which was computed once",
         "speed     1,000 tokens/s computed, of them 100 generated (1,160 with those that were "

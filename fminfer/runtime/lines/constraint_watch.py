@@ -79,13 +79,17 @@ class ConstraintWatch:
     def observe(self, prepared: PreparedRequest) -> PreparedRequest:
         """Return a request that is to be computed, under observation if its turn has come."""
         constraint = prepared.params.constraint
-        if constraint is None or prepared.params.thought is not None:
-            return prepared  # a thought's first token says nothing of the constraint
+        if constraint is None:
+            return prepared
+        # a thought's first token says nothing of the constraint; labels come behind it
+        thinks = prepared.params.thought is not None
+        if thinks and constraint.kind != "labels":
+            return prepared
         tally = self._find_tally(constraint)
         tally.num_rows += 1
         if tally.num_rows > NUM_FIRST_ROWS and tally.num_rows % SAMPLE_INTERVAL:
             return prepared
-        if len(tally.label_rows) == NUM_FIRST_ROWS:  # its labels are judged
+        if thinks or len(tally.label_rows) == NUM_FIRST_ROWS:  # its labels are judged
             return replace(prepared, observation=MASS_ALONE)
         observation = tally.observation or self._make_observation(constraint)
         if constraint in self._tallies:
