@@ -502,7 +502,8 @@ class RequestOptions(Options):
     )
     thinking_budget: Amount | None = _request_option(
         "Most tokens of a chat's thought, where its thinking_token_budget does not say. "
-        "Then its closing tag is forced, and the answer follows.  [default: no limit]",
+        "Then its closing tag is forced, and the answer follows. Both must fit into "
+        "max_tokens.  [default: no limit]",
         alters="requests",
     )
     generation_config: GenerationDefaults = _recorded_option(

@@ -27,10 +27,14 @@ from fminfer.machine.user_cache import make_cache_folder
 
 SOURCES = Path(__file__).parent
 FLAGS = [
-    *("-std=gnu++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-pthread"),
-    # g++ tuned for Zen would fuse products and sums in some loops and not in others, so
-    # that a sum's last bits would depend on how many rows a loop has
-    *("--param", "avoid-fma-max-bits=0"),
+    "-std=gnu++17",
+    "-O3",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-pthread",
+    # Tuned for Zen, g++ would fuse products and sums in some loops and not in others.
+    # A sum's last bits would then depend on how many rows a loop has.
+    "--param=avoid-fma-max-bits=0",
 ]
 BUILD_S = 120.0  # a compiler that takes longer hangs
 VERSION_S = 5.0  # so does one that does not tell its version by then
