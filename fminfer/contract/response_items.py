@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from fminfer.contract.fields import check_type, describe_value
@@ -12,8 +13,11 @@ Item = dict[str, Any]
 _TEXT_PARTS = ("input_text", "output_text")  # chat calls both text
 _ITEM_KEYS = ("type", "id", "status", "phase")  # of a message, which are not its own
 _EXAMPLE = 'an object, such as {"role": "user", "content": "Hello"}'
-
-
+# By a key that several items of one message may have: how their values are joined.
+_JOINS: dict[str, Callable[[list[Any]], Any]] = {
+    "reasoning_content": "".join,
+    "tool_calls": lambda lists: [*chain.from_iterable(lists)],
+}
 # What a choice may have beside its message, and a response beside its output.
 EXTRAS = (
     "stop_reason",
@@ -36,21 +40,29 @@ def parse_input(
     if instructions is not None:
         system = {"role": "system", "content": instructions}
         items.insert(0, ("instructions", system))
-    messages: list[Item] = []
+    groups: list[list[Item]] = []
     names: dict[str, str] = {}
     for name, item in items:
         message = _make_message(item, name)
-        if messages and _goes_on(messages[-1], message):
-            last = messages[-1]
-            for key in message.keys() - {"role"}:
-                last[key] = last[key] + message[key] if key in last else message[key]
+        if groups and _goes_on(groups[-1][-1], message):
+            groups[-1].append(message)
             continue
-        place = f"messages[{len(messages)}]"
+        place = f"messages[{len(groups)}]"
         names[place] = name
         if message.get("role") == "tool":
             names[f"{place}.content"] = f"{name}.output"
-        messages.append(message)
-    return messages, names
+        groups.append([message])
+    return [*map(_join_messages, groups)], names
+
+
+def _join_messages(group: list[Item]) -> Item:
+    """Return one message of thoughts, a message and calls."""
+    joined: Item = {}
+    for key in dict.fromkeys(chain.from_iterable(group)):
+        values = [message[key] for message in group if key in message]
+        is_single = len(values) == 1 or key == "role"
+        joined[key] = values[0] if is_single else _JOINS[key](values)
+    return joined
 
 
 def _list_items(value: object) -> list[tuple[str, object]]:
@@ -66,7 +78,7 @@ def _list_items(value: object) -> list[tuple[str, object]]:
 
 
 def _goes_on(last: Item, message: Item) -> bool:
-    """Return whether an item belongs to the assistant's message before it."""
+    """Return whether an item belongs to the assistant's message of the item before it."""
     if not last.get("role") == message.get("role") == "assistant":
         return False
     is_call = message.keys() == {"role", "tool_calls"}

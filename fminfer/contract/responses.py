@@ -97,7 +97,9 @@ def rename_error(
     error: RequestError, message_names: Mapping[str, str] | None = None
 ) -> RequestError:
     """Return an error of a chat, with the names that a response's request has."""
-    names = {**_NAMES, **(message_names or {})}
+    text = f"{error.message} {error.param}"
+    renamed = message_names or {}
+    names = _NAMES | {name: renamed[name] for name in renamed if name in text}
     longest_first = sorted(names, key=len, reverse=True)
     pattern = rf"(?<!\w)({'|'.join(map(re.escape, longest_first))})(?!\w)"
 

@@ -6,6 +6,7 @@ What is held by a grammar gets the same limits as `response_format`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -148,15 +149,16 @@ def make_held_calls(
         RequestError: the choice and the tools do not fit, or a schema has what none may have.
     """
     functions = [tool["function"] for tool in tools]
-    known = [function["name"] for function in functions]
+    known = Counter(function["name"] for function in functions)
     is_strict = any(function.get("strict") for function in functions)
     if not (choice.is_forced or choice.names or is_strict):
         return None
     _check_names(choice, known)
+    names = frozenset(choice.names)
     held = tuple(
         (function["name"], _make_arguments_schema(function, place, choice))
         for place, function in enumerate(functions)
-        if not choice.names or function["name"] in choice.names
+        if not names or function["name"] in names
     )
     num_bytes = sum(len(name) + len(schema) for name, schema in held)
     if num_bytes > MAX_TOOLS_BYTES:
@@ -170,7 +172,7 @@ def make_held_calls(
     return HeldCalls(held, choice.is_forced, is_single or is_named, is_named)
 
 
-def _check_names(choice: ToolChoice, known: list[str]) -> None:
+def _check_names(choice: ToolChoice, known: Counter[str]) -> None:
     if not known:
         raise RequestError(
             "out_of_range",
@@ -178,8 +180,8 @@ def _check_names(choice: ToolChoice, known: list[str]) -> None:
             'to "none"',
             "tool_choice",
         )
-    for name in known:
-        if known.count(name) > 1:
+    for name, num_tools in known.items():
+        if num_tools > 1:
             raise RequestError(
                 "out_of_range",
                 f"tools has several functions with the name {describe_value(name)}. Keep one",
@@ -187,7 +189,7 @@ def _check_names(choice: ToolChoice, known: list[str]) -> None:
             )
     for name in choice.names:
         if name not in known:
-            shown_names = ", ".join(map(describe_value, known[:10]))
+            shown_names = ", ".join(map(describe_value, [*known][:10]))
             raise RequestError(
                 "out_of_range",
                 f"tool_choice names {describe_value(name)}; the tools are {shown_names}. Name "

@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
+from fminfer.contract.chat import parse_chat
 from fminfer.contract.envelope import Line, find_custom_id, parse_envelope
 from fminfer.contract.request import VectorSpec
+from fminfer.contract.responses import parse_response, rename_error
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
 from fminfer.engine.intake import Intake
@@ -27,6 +29,7 @@ from fminfer.engine.results import count_possible_stop_chars, find_stop
 from fminfer.engine.start import RequestStarter
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.text.calls.call_reader import ToolCallReader
+from fminfer.text.calls.python_literals import convert_literals
 from fminfer.text.tokenizer import Tokenizer
 from tests.conftest import IS_ALL, more
 
@@ -256,6 +259,33 @@ VECTORS: dict[str, Callable[[int], Fields]] = {
     },
 }
 
+CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+THOUGHT = {"type": "reasoning", "content": [{"text": "x" * 200}]}
+RESPONSES: dict[str, Callable[[int], Fields]] = {
+    "calls": lambda size: {"input": [CALL] * (size // 4)},
+    "thoughts": lambda size: {"input": [THOUGHT] * (size // 4)},
+    "a wrong item": lambda size: {
+        "input": [*[{"role": "user", "content": "x"}] * (size // 8), {"role": "x"}]
+    },
+    "forced tools": lambda size: {
+        "input": "x",
+        "tools": [{"type": "function", "name": name} for name in names(4 * size)],
+        "tool_choice": {
+            "type": "allowed_tools",
+            "mode": "required",
+            "tools": [{"type": "function", "name": name} for name in names(size)],
+        },
+    },
+}
+
+
+def read_response(fields: Fields) -> None:
+    response = parse_response(fields, max_logprobs=5)
+    try:
+        parse_chat(response.fields, max_logprobs=5)
+    except RequestError as error:
+        rename_error(error, response.names)
+
 
 def read_calls(text: str, parser: Any) -> None:
     reader = ToolCallReader(parser)
@@ -291,6 +321,9 @@ ANSWERS: dict[str, Callable[[int], object]] = {
     ),
     "tags of Python": lambda size: read_calls(
         "<|python_tag|>" * (size // 14), "llama3_json"
+    ),
+    "escaped quotes of Python": lambda size: convert_literals(
+        '"' + "\\'" * (size // 2)
     ),
     "bytes": lambda size: detokenize([200] * (size // 16)),
     "spaces": lambda size: detokenize([221] * (size // 16)),
@@ -333,6 +366,7 @@ add_rows("embedding", TEXTS, lambda text: prepare({"input": text}, "vectors"))
 add_rows("stop", TEXTS, lambda text: prepare({"prompt": "x", "stop": text}))
 add_rows("line", LINES, open_line)
 add_rows("fields", FIELDS, prepare)
+add_rows("fields of a response", RESPONSES, read_response)
 add_rows("vectors", VECTORS, lambda fields: prepare(fields, "vectors"))
 add_rows("scores", VECTORS, lambda fields: prepare(fields, "scores"))
 for name, answer in ANSWERS.items():

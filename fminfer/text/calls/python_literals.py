@@ -8,7 +8,8 @@ import re
 
 _STRING = r""""(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'"""
 _TOKEN = re.compile(
-    rf"""(?P<string>{_STRING})
+    # A quote without its end takes its line, so that no other start is tried there.
+    rf"""(?P<string>{_STRING}|["'](?:[^\\\n]|\\.)*)
     |\b(?P<key>[^\W\d]\w*)\s*=(?!=)
     |\b(?:True|False|None)\b
     |(?P<last_comma>,\s*(?=[)\]}}]))
