@@ -12,8 +12,8 @@ from fminfer.core.config import Thought
 from fminfer.engine.engine_core import Delta
 from fminfer.runtime.team.team_process import StreamPosition
 from fminfer.text.thoughts import THOUGHT_FORMS, ThoughtReader, find_thoughts
-from tests.engine.thinking_bench import OPENING, TEMPLATE, ThinkingBench
-from tests.streams import check_stream
+from tests.engine.thinking_bench import HELLO, OPENING, TEMPLATE, ThinkingBench
+from tests.streams import answer_in, check_stream, events_of
 
 CHOICE: dict[str, Any] = {"structured_outputs": {"choice": ["yes", "no"]}}
 JSON: dict[str, Any] = {"response_format": {"type": "json_object"}}
@@ -332,3 +332,20 @@ def test_words_are_a_tag_where_the_prompt_has_them() -> None:
     silent = ThinkingBench(text, ">{# Here is my response: #}")
     assert silent.message()[0] is None
     assert silent.message(**CHOICE)[:2] == (None, "yes")
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, CHOICE, {"thinking_token_budget": 5}, {"n": 2, "logprobs": True}]
+)
+def test_a_preempted_thought_goes_on_where_it_was(fields: dict[str, Any]) -> None:
+    script = b"I think</think>\n\nyes\0"
+    chat = {"messages": HELLO, "temperature": 0, "max_tokens": 40} | fields
+    expected = ThinkingBench(script, OPENING).choices(**chat)
+    bench = ThinkingBench(script, OPENING)
+    first = [bench.add(**chat) for _ in range(8)]
+    events = [event for _ in range(6) for event in bench.loop.step()]
+    urgent = [bench.add(priority=9, **chat) for _ in range(3)]
+    events += events_of(bench.loop)
+    assert bench.loop.stats.num_put_back, "no row was preempted"
+    for request_id in (*first, *urgent):
+        assert answer_in(events, request_id) == expected

@@ -20,20 +20,17 @@ from tests.server.answers import join_chat
 from tests.server.test_result_cache import counts, serving
 
 CHAT = "/v1/chat/completions"
-SCARCE_BUDGET = 1400  # tokens of the KV cache
 # Four choices of a line run together.
 RUNS = (
     VariedRun(0, 64, 512, 1, 1),
     VariedRun(3, 5, 64, 1, 1),
-    VariedRun(0, 64, 512, 1, 1, "preempted"),
     VariedRun(0, 17, 512, 1, 2),
     VariedRun(0, 17, 64, 1, 1, "killed"),
     VariedRun(1, 64, 64, 1, 1, "served"),
     VariedRun(0, 5, 64, 1, 2, "killed"),
-    VariedRun(0, 17, 64, 2, 2, "preempted"),
     VariedRun(2, 4, 512, 1, 1, "warm"),
 )
-NUM_SAMPLE_RUNS = 6
+NUM_SAMPLE_RUNS = 5
 
 pytestmark = [
     pytest.mark.usefixtures("without_tiles"),
@@ -48,7 +45,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> RunBench:
     MODELS["llama-3x64"].save(model)
     options = {"dtype": "float32", "chat_template": save_template(folder)}
     lines = make_thinking_lines()
-    return RunBench(model, "decoder", options, lines, folder, CHAT, SCARCE_BUDGET)
+    return RunBench(model, "decoder", options, lines, folder, CHAT)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import http.client
 import json
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -15,10 +16,10 @@ import pytest
 from starlette.types import Message
 
 import fminfer
-from fminfer.engine.engine_core import Delta
+from fminfer.engine.engine_core import Delta, Event
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.server.http_errors import HttpError
-from fminfer.server.replies import EventStream, Reply
+from fminfer.server.replies import EventStream, Reply, StreamShape
 from tests.server.running import Answer, running
 
 WAIT_S = 0.2
@@ -61,6 +62,11 @@ def test_signs_of_life_come_only_while_nothing_else_does(
         assert took >= least - 0.05
 
 
+class SilentShape(StreamShape):
+    def make_chunks(self, events: list[Event]) -> Iterator[object]:
+        yield from ()
+
+
 def test_a_closed_one_is_forgotten_at_once(prepared: PreparedRequest) -> None:
     """Its timer would hold the prompt for as long as a keep-alive takes."""
 
@@ -68,7 +74,7 @@ def test_a_closed_one_is_forgotten_at_once(prepared: PreparedRequest) -> None:
         reply = Reply(0, 0.0, prepared, lambda _: None)
         reply.push(Delta(0, 0, "a", [1]))
         reply.push(HttpError(500, "it ends"))
-        stream = EventStream(reply, lambda events: [])
+        stream = EventStream(reply, SilentShape())
 
         async def receive() -> Message:
             await asyncio.sleep(60)

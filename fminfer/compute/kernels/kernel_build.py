@@ -34,7 +34,8 @@ FLAGS = [
     "-pthread",
     # Tuned for Zen, g++ would fuse products and sums in some loops and not in others.
     # A sum's last bits would then depend on how many rows a loop has.
-    "--param=avoid-fma-max-bits=0",
+    "--param",
+    "avoid-fma-max-bits=0",
 ]
 BUILD_S = 120.0  # a compiler that takes longer hangs
 VERSION_S = 5.0  # so does one that does not tell its version by then
