@@ -34,7 +34,7 @@ THOUGHT_FORMS: dict[KnownThoughts, ThoughtForm] = {
     "openai_gptoss": ThoughtForm(
         HARMONY_THOUGHT,
         "<|end|>",
-        sign="analysis",
+        sign="<|channel|>analysis",
         behind=HARMONY_START + HARMONY_ANSWER,
         later_openings=(HARMONY_START + HARMONY_THOUGHT,),
         leads=(HARMONY_START + HARMONY_ANSWER, HARMONY_ANSWER),

@@ -349,3 +349,9 @@ def test_a_preempted_thought_goes_on_where_it_was(fields: dict[str, Any]) -> Non
     assert bench.loop.stats.num_put_back, "no row was preempted"
     for request_id in (*first, *urgent):
         assert answer_in(events, request_id) == expected
+
+
+def test_an_end_of_turn_is_no_channel() -> None:
+    """Phi's templates end turns with the tag that ends a thought of gpt-oss."""
+    assert find_thoughts("{{ message.content }}<|end|>{# an analysis #}") is None
+    assert find_thoughts("<|channel|>analysis<|message|>") == "openai_gptoss"
