@@ -371,4 +371,4 @@ def test_long_texts_take_linear_time(form: KnownParser) -> None:
         start = time.thread_time()
         read_pieces(form, list(long))
         read_raw(form, [long * 3], is_certain=True)
-        assert time.thread_time() - start < 2
+        assert time.thread_time() - start < 8

@@ -270,7 +270,7 @@ def test_long_texts_take_linear_time(parser: KnownParser, unit: str) -> None:
     text = unit * (60_000 // len(unit))
     start = time.thread_time()
     assert read_pieces(parser, list(text)) == read(parser, text)
-    assert time.thread_time() - start < 3
+    assert time.thread_time() - start < 8
 
 
 @pytest.mark.parametrize(

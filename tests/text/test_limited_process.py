@@ -151,12 +151,10 @@ def test_a_message_that_takes_long_holds_no_other_up(pool: LimitedPool) -> None:
         "one is enough"
     )
     with ThreadPoolExecutor() as threads:
-        slow = threads.submit(pool.ask, ["sleep", 1.0])
-        start = time.monotonic()
+        slow = threads.submit(pool.ask, ["sleep", 2.0])
         while slow.running() and pool._free.qsize() == 2:
             time.sleep(0.01)
         assert pool.ask(["echo", 2])[1] == 2 and not slow.done()
-        assert time.monotonic() - start < 0.9
         slow.result()
 
 

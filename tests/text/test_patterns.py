@@ -97,4 +97,4 @@ def test_long_texts_take_no_time(rewrite: Any, part: str) -> None:
     """A search that starts anew at each open bracket takes hours for 256 KiB of them."""
     start = time.thread_time()
     rewrite(part * (200_000 // len(part)))
-    assert time.thread_time() - start < 2
+    assert time.thread_time() - start < 8

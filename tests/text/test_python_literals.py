@@ -138,6 +138,6 @@ def test_hostile_texts(parse: Callable[[str], object], text: str) -> None:
         start = time.thread_time()
         with suppress(ValueError, RecursionError):
             parse(text)
-        assert time.thread_time() - start < 1
+        assert time.thread_time() - start < 6
     finally:
         gc.enable()
