@@ -16,7 +16,7 @@ from fminfer.contract.prompts import check_choices, describe_foreign_field
 from fminfer.contract.read_fields import parse_fields
 from fminfer.contract.request import DEFAULTS, SamplingParams, make_params
 from fminfer.contract.row_warnings import RowWarning
-from fminfer.contract.tool_choice import AUTO, HeldCalls, ToolChoice, make_held_calls
+from fminfer.contract.tool_choice import HeldCalls, ToolChoice, make_held_calls
 from fminfer.core.errors import RequestError
 
 # What a template is rendered with, by its name or by that of what renders it.
@@ -94,7 +94,7 @@ def parse_chat(
         fields, "chat", max_logprobs=max_logprobs, is_strict=is_strict
     )
     tools = parse_tools(values.get("tools"))
-    choice: ToolChoice = values.get("tool_choice", AUTO)
+    choice: ToolChoice = values.get("tool_choice", ToolChoice())
     if choice.mode == "none":
         tools = []
     is_single = not values.get("parallel_tool_calls", True)

@@ -17,8 +17,9 @@ import orjson
 
 from fminfer.contract.fields import (
     SOME_TEXT,
-    SWITCH,
+    SWITCH_KIND,
     TEXT,
+    TEXT_KIND,
     Field,
     Kind,
     Schema,
@@ -27,7 +28,6 @@ from fminfer.contract.fields import (
     make_list_schema,
     make_object_kind,
     make_strings_kind,
-    make_type_kind,
     out_of_range_error,
     wrong_type_error,
 )
@@ -271,8 +271,6 @@ def _make_any_schema(*kinds: Kind) -> Schema:
 
 
 _ANY_OBJECT = Constraint("json", '{"type":"object"}')
-_SWITCH = make_type_kind(bool, "true, false or null", SWITCH)
-_TEXT = make_type_kind(str, "a string or null", TEXT)
 _SCHEMA: Schema = {
     "anyOf": [
         {"type": "object"},
@@ -290,10 +288,10 @@ _WAYS = {
     "json_object": Kind(_parse_json_object, {"enum": [True]}, "true"),
 }
 _BESIDE_WAYS = {
-    "disable_any_whitespace": _SWITCH,
+    "disable_any_whitespace": SWITCH_KIND,
     "whitespace_pattern": _WHITE,
-    "disable_additional_properties": _SWITCH,
-    "disable_fallback": _SWITCH,  # there is nothing to fall back on
+    "disable_additional_properties": SWITCH_KIND,
+    "disable_fallback": SWITCH_KIND,  # there is nothing to fall back on
 }
 _BESIDE_CHOICE = _BESIDE_WAYS | {"probabilities": PROBABILITIES}
 _ANY_WAY = make_object_kind(_WAYS | _BESIDE_CHOICE)
@@ -310,7 +308,8 @@ _STRUCTURED = _make_any_schema(
 _BARE = {"schema": _WAYS["json"]}
 _NAMED = {
     "json_schema": make_object_kind(
-        _BARE | {"name": _TEXT, "strict": _SWITCH, "description": _TEXT}, "schema"
+        _BARE | {"name": TEXT_KIND, "strict": SWITCH_KIND, "description": TEXT_KIND},
+        "schema",
     )
 }
 _FORMATS = {  # by their type; a schema stands in one of two places

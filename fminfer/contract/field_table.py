@@ -17,8 +17,9 @@ from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.fields import (
     ANYTHING,
     INT64,
-    SWITCH,
+    SWITCH_KIND,
     TEXT,
+    TEXT_KIND,
     TEXTS,
     Field,
     Kind,
@@ -59,7 +60,7 @@ def _parse_chat_logprobs(name: str, value: Any, most: int) -> bool:
             f'"logprobs": true, "top_logprobs": {describe_value(value)}',
             name,
         )
-    return bool(_SWITCH.parse(name, value, most))
+    return bool(SWITCH_KIND.parse(name, value, most))
 
 
 def _make_fields(
@@ -83,12 +84,10 @@ def _parse_stream_options(name: str, value: Any, most: int) -> str:
 
 
 _ANY = make_unchecked_kind(ANYTHING)
-_SWITCH = make_type_kind(bool, "true, false or null", SWITCH, "true, false")
 _OBJECT = make_type_kind(dict, "an object or null", {"type": "object"}, "an object")
-_TEXT = make_type_kind(str, "a string or null", TEXT, "a string")
 _STREAM_OPTIONS = make_object_kind(
     dict.fromkeys(
-        ("include_usage", "continuous_usage_stats", "include_obfuscation"), _SWITCH
+        ("include_usage", "continuous_usage_stats", "include_obfuscation"), SWITCH_KIND
     )
 )
 _COUNT = make_integer_kind(0)
@@ -272,7 +271,7 @@ _GENERATION_FIELDS = (
         seed="The same seed draws the same text. Default: the run's `--seed`.",
     ),
     *_make_fields(
-        _SWITCH,
+        SWITCH_KIND,
         ignore_eos="Go on to max_tokens.",
         include_stop_str_in_output="The stop string or stop token stays in text and arrays.",
         skip_special_tokens="false: special tokens show in the text.",
@@ -280,7 +279,7 @@ _GENERATION_FIELDS = (
     ),
     Field(
         "stream",
-        _SWITCH,
+        SWITCH_KIND,
         "Send the tokens as they come, as server-sent events. In a file only false passes.",
         fate="served",
         default=False,
@@ -320,10 +319,12 @@ _COMPLETIONS_FIELDS = (
         ),
     ),
     *_make_fields(
-        allow_values(_SWITCH, "true, false; 0, 1", (0, False), (1, True)),
+        allow_values(SWITCH_KIND, "true, false; 0, 1", (0, False), (1, True)),
         echo="The prompt first, in text and in logprobs.",
     ),
-    *_make_fields(_SWITCH, add_special_tokens="false: no BOS before a string prompt."),
+    *_make_fields(
+        SWITCH_KIND, add_special_tokens="false: no BOS before a string prompt."
+    ),
 )
 _CHAT_FIELDS = (
     _MESSAGES,
@@ -337,7 +338,7 @@ _CHAT_FIELDS = (
         max_completion_tokens="The newer name of max_tokens; two different values are refused.",
     ),
     *_make_fields(
-        replace(_SWITCH, parse=_parse_chat_logprobs),
+        replace(SWITCH_KIND, parse=_parse_chat_logprobs),
         default=False,
         logprobs="Tell the logprob of each token.",
     ),
@@ -357,7 +358,7 @@ _CHAT_FIELDS = (
         'Default: "auto".',
     ),
     *_make_fields(
-        _SWITCH,
+        SWITCH_KIND,
         default=True,
         parallel_tool_calls="false: the message ends with its first call.",
         add_generation_prompt=(
@@ -365,13 +366,15 @@ _CHAT_FIELDS = (
         ),
     ),
     *_make_fields(
-        _SWITCH, default=False, continue_final_message="Go on with the last message."
+        SWITCH_KIND,
+        default=False,
+        continue_final_message="Go on with the last message.",
     ),
     *_make_fields(
         _OBJECT,
         chat_template_kwargs="Further variables of the template, none of its own as `messages`.",
     ),
-    *_make_fields(_TEXT, reasoning_effort="A variable of the template."),
+    *_make_fields(TEXT_KIND, reasoning_effort="A variable of the template."),
     *_make_fields(
         allow_values(_COUNT, "≥ 0; -1", (-1, -1)),
         "context",
@@ -379,7 +382,7 @@ _CHAT_FIELDS = (
         "closing tag is forced. Default: the run's `--thinking-budget`.",
     ),
     *_make_fields(
-        _SWITCH,
+        SWITCH_KIND,
         default=True,
         include_reasoning="false: the message has no `reasoning_content`.",
     ),
@@ -389,14 +392,14 @@ _CHAT_FIELDS = (
 _VECTOR_FIELDS = (
     *_RECORDED,
     *_make_fields(
-        _TEXT,
+        TEXT_KIND,
         prompt_name="The name of one of the model's own prompts. It stands before each "
         "text, and "
         "before the first text of a pair. Token ids take none. Default: the model's default "
         "prompt, if it has one.",
     ),
     *_make_fields(
-        _SWITCH, add_special_tokens="false: no special tokens around a text."
+        SWITCH_KIND, add_special_tokens="false: no special tokens around a text."
     ),
     *_make_fields(
         _CUT,
@@ -423,14 +426,14 @@ _EMBEDDINGS_FIELDS = (
         encoding_format='"base64": the bytes of float32 numbers, little-endian.',
     ),
     *_make_fields(
-        _SWITCH,
+        SWITCH_KIND,
         normalize="true: each vector has the length 1. Default: as the model says.",
     ),
 )
 _SCORE_FIELDS = (
     *_VECTOR_FIELDS,
     *_make_fields(
-        _SWITCH,
+        SWITCH_KIND,
         default=True,
         use_activation="false: scores and classes are logits. Embedding models refuse it.",
     ),
@@ -443,7 +446,7 @@ _RERANK_FIELDS = (
         make_integer_kind(0), top_n="Tell only the best so many. 0, or default: all."
     ),
     *_make_fields(
-        _SWITCH, default=True, return_documents="false: leave the documents out."
+        SWITCH_KIND, default=True, return_documents="false: leave the documents out."
     ),
 )
 

@@ -179,6 +179,10 @@ def make_type_kind(
     return Kind(parse, schema, values_text)
 
 
+SWITCH_KIND = make_type_kind(bool, "true, false or null", SWITCH, "true, false")
+TEXT_KIND = make_type_kind(str, "a string or null", TEXT, "a string")
+
+
 def make_enum_kind(*values: str) -> Kind:
     values_text = ", ".join(json.dumps(value) for value in values)
 

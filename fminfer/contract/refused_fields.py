@@ -14,6 +14,7 @@ from typing import Any
 
 from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.fields import ANYTHING, Field, make_unchecked_kind
+from fminfer.contract.response_fields import RESPONSE_FIELDS
 
 _ANY = make_unchecked_kind(ANYTHING)
 
@@ -370,7 +371,6 @@ _OF_RESPONSES = (
     *_refused("/v1/chat/completions has it", [False], "continue_final_message"),
 )
 # What the others of chat say of fields that a response has.
-_SUPPORTED = ("input", "instructions", "reasoning", "text", "max_output_tokens")
 _OTHER_HINTS: dict[str, dict[str, Any]] = {
     "max_tokens": {"ours": "max_output_tokens"},
     "n": {"ours": "", "help": _ONE_CHOICE},
@@ -380,7 +380,7 @@ _RESPONSES_FIELDS = (
     *(
         replace(each, **_OTHER_HINTS.get(each.ours, {}))
         for each in _CHAT_FIELDS
-        if each.name not in {*_SUPPORTED, *(row.name for row in _OF_RESPONSES)}
+        if each.name not in {row.name for row in (*RESPONSE_FIELDS, *_OF_RESPONSES)}
     ),
 )
 _PROMPTS = "prompt_name names one of the model's own prompts; or write it into the text"

@@ -15,8 +15,9 @@ from fminfer.contract.prompts import check_choices, parse_prompts
 from fminfer.contract.read_fields import parse_fields
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.contract.tool_choice import CallMode
-from fminfer.core.config import Constraint, KnownParser, Thought
+from fminfer.core.config import Constraint, KnownParser
 from fminfer.core.errors import RequestError
+from fminfer.core.thought_form import Thought
 
 
 @dataclass(slots=True, frozen=True)

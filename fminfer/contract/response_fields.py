@@ -6,8 +6,9 @@ from typing import Any
 
 from fminfer.contract.fields import (
     SOME_TEXT,
-    SWITCH,
+    SWITCH_KIND,
     TEXT,
+    TEXT_KIND,
     Field,
     Kind,
     Schema,
@@ -19,7 +20,6 @@ from fminfer.contract.fields import (
     make_object_kind,
     make_object_schema,
     make_strings_kind,
-    make_type_kind,
     make_unchecked_kind,
 )
 
@@ -43,8 +43,6 @@ def _parse_include(name: str, value: Any, most: int) -> tuple[str, ...]:
 
 
 _STRINGS = make_strings_kind(allows_one=False)
-_TEXT = make_type_kind(str, "a string or null", TEXT, "a string")
-_SWITCH = make_type_kind(bool, "true, false or null", SWITCH, "true, false")
 _FORMAT: Schema = {
     "anyOf": [
         make_object_schema({"type": {"enum": ["text", "json_object"]}}, "type"),
@@ -83,7 +81,7 @@ RESPONSE_FIELDS = (
         "A text, or messages, calls, their outputs and reasoning, in order.",
         is_required=True,
     ),
-    Field("instructions", _TEXT, "A system message before the input."),
+    Field("instructions", TEXT_KIND, "A system message before the input."),
     Field(
         "tools",
         make_unchecked_kind(make_list_schema(_TOOL), "functions"),
@@ -103,7 +101,7 @@ RESPONSE_FIELDS = (
         "reasoning",
         make_object_kind(
             {
-                "effort": _TEXT,
+                "effort": TEXT_KIND,
                 "summary": _AUTO,
                 "generate_summary": _AUTO,
                 "context": _AUTO,
@@ -138,7 +136,7 @@ RESPONSE_FIELDS = (
     ),
     Field(
         "stream_options",
-        make_object_kind({"include_obfuscation": _SWITCH}),
+        make_object_kind({"include_obfuscation": SWITCH_KIND}),
         "`include_obfuscation` changes nothing. In a file only {} passes.",
         fate="served",
         neutral=({},),

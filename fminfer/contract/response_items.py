@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 from fminfer.contract.fields import check_type, describe_value
+from fminfer.contract.json_object import parse_json
 from fminfer.core.errors import RequestError
 
 Item = dict[str, Any]
@@ -15,6 +17,7 @@ _ITEM_KEYS = ("type", "id", "status", "phase")  # of a message, which are not it
 _EXAMPLE = 'an object, such as {"role": "user", "content": "Hello"}'
 # By a key that several items of one message may have: how their values are joined.
 _JOINS: dict[str, Callable[[list[Any]], Any]] = {
+    "role": itemgetter(0),
     "reasoning_content": "".join,
     "tool_calls": lambda lists: [*chain.from_iterable(lists)],
 }
@@ -40,29 +43,30 @@ def parse_input(
     if instructions is not None:
         system = {"role": "system", "content": instructions}
         items.insert(0, ("instructions", system))
-    groups: list[list[Item]] = []
+    groups: list[dict[str, list[Any]]] = []  # of each message, values by key
     names: dict[str, str] = {}
     for name, item in items:
         message = _make_message(item, name)
-        if groups and _goes_on(groups[-1][-1], message):
-            groups[-1].append(message)
-            continue
-        place = f"messages[{len(groups)}]"
-        names[place] = name
+        is_new = not (groups and _goes_on(groups[-1], message))
+        if is_new:
+            groups.append({})
+        place = f"messages[{len(groups) - 1}]"
+        names.setdefault(place, name)
         if message.get("role") == "tool":
             names[f"{place}.content"] = f"{name}.output"
-        groups.append([message])
-    return [*map(_join_messages, groups)], names
+        elif "content" in message and not is_new:
+            names[f"{place}.content"] = f"{name}.content"
+        for key, each in message.items():
+            groups[-1].setdefault(key, []).append(each)
+    return [*map(_join_values, groups)], names
 
 
-def _join_messages(group: list[Item]) -> Item:
+def _join_values(group: dict[str, list[Any]]) -> Item:
     """Return one message of thoughts, a message and calls."""
-    joined: Item = {}
-    for key in dict.fromkeys(chain.from_iterable(group)):
-        values = [message[key] for message in group if key in message]
-        is_single = len(values) == 1 or key == "role"
-        joined[key] = values[0] if is_single else _JOINS[key](values)
-    return joined
+    return {
+        key: values[0] if len(values) == 1 else _JOINS[key](values)
+        for key, values in group.items()
+    }
 
 
 def _list_items(value: object) -> list[tuple[str, object]]:
@@ -77,17 +81,21 @@ def _list_items(value: object) -> list[tuple[str, object]]:
     return [(f"input[{place}]", item) for place, item in enumerate(items)]
 
 
-def _goes_on(last: Item, message: Item) -> bool:
-    """Return whether an item belongs to the assistant's message of the item before it."""
-    if not last.get("role") == message.get("role") == "assistant":
+def _goes_on(group: dict[str, list[Any]], message: Item) -> bool:
+    """Return whether an item belongs to the assistant's message of the items before it.
+
+    The text around calls comes behind them if they came first.
+    """
+    if not group.get("role", [""])[0] == message.get("role") == "assistant":
         return False
     is_call = message.keys() == {"role", "tool_calls"}
-    is_behind_thought = last.keys() == {"role", "reasoning_content"}
+    is_behind_thought = group.keys() == {"role", "reasoning_content"}
+    is_text = "content" in message and "content" not in group
     # A message may have any value under these names, which chat refuses.
     fits = all(
-        isinstance(last[key], type(message[key])) for key in last.keys() & message
+        isinstance(group[key][0], type(message[key])) for key in group.keys() & message
     )
-    return fits and (is_call or is_behind_thought)
+    return fits and (is_call or is_behind_thought or is_text)
 
 
 def _make_message(value: object, name: str) -> Item:
@@ -129,7 +137,10 @@ def _make_call(item: Item, name: str) -> Item:
 
 def _make_call_output(item: Item, name: str) -> Item:
     message = {"role": "tool", "tool_call_id": _read_text(item, name, "call_id")}
-    return message | {"content": _convert_parts(item.get("output"))}
+    output = item.get("output")
+    is_list = isinstance(output, list)
+    text = output if is_list else _read_text(item, name, "output")
+    return message | {"content": _convert_parts(text)}
 
 
 def _make_thought(item: Item, name: str) -> Item:
@@ -200,7 +211,7 @@ def make_call_item(call: Item, arguments: str) -> Item:
 def make_output(choice: Mapping[str, Any], item_id: str) -> list[Item]:
     """Return the items of a chat's choice: its thought, its message, its calls.
 
-    The last one is incomplete if the tokens ended. Without any text it is an empty message.
+    Where the tokens ended, one is incomplete. Without any text it is an empty message.
     """
     message = choice["message"]
     calls = message.get("tool_calls") or []
@@ -213,8 +224,18 @@ def make_output(choice: Mapping[str, Any], item_id: str) -> list[Item]:
         items.append(make_message_item(item_id, text or "", logprobs["content"]))
     items += [make_call_item(call, call["function"]["arguments"]) for call in calls]
     if choice["finish_reason"] == "length":
-        items[-1]["status"] = "incomplete"
+        _find_cut_item(items)["status"] = "incomplete"
     return items
+
+
+def _find_cut_item(items: list[Item]) -> Item:
+    """Return the item at whose end tokens ran out: a message has the text behind calls, too."""
+    messages = [item for item in items if item["type"] == "message"]
+    try:
+        parse_json(items[-1].get("arguments", ""))
+    except ValueError:
+        return items[-1]
+    return (messages or items)[-1]
 
 
 def make_choice(response: Mapping[str, Any]) -> Item:

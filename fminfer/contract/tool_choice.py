@@ -39,7 +39,7 @@ _NAMED: Schema = {
     ]
 }
 _ALLOWED = make_full_object_schema(
-    mode={"enum": ["auto", "required"]},
+    mode=_LISTED_MODE.make_schema(0),
     tools=make_list_schema(_NAMED) | {"minItems": 1},
 )
 _OBJECT_EXAMPLE = (
@@ -59,9 +59,6 @@ class ToolChoice:
     @property
     def is_forced(self) -> bool:
         return self.mode in ("required", "one")
-
-
-AUTO = ToolChoice()
 
 
 @dataclass(slots=True, frozen=True)
@@ -114,29 +111,24 @@ def _parse_allowed_tools(name: str, value: dict[str, Any], most: int) -> ToolCho
         _parse_named_function(f"{name}.tools[{place}]", tool)
         for place, tool in enumerate(tools)
     )
-    return ToolChoice(
-        "required" if mode == "required" else "auto", tuple(dict.fromkeys(names))
-    )
+    return ToolChoice(mode, tuple(dict.fromkeys(names)))
 
 
 TOOL_CHOICE = Kind(
     _parse_tool_choice,
     {
         "anyOf": [
-            {"enum": ["auto", "none", "required"]},
+            _MODE.make_schema(0),
             *_NAMED["anyOf"],
             make_full_object_schema(
                 type={"const": "allowed_tools"}, allowed_tools=_ALLOWED
             ),
-            {
-                **_ALLOWED,
-                "properties": {"type": {"const": "allowed_tools"}}
-                | _ALLOWED["properties"],
-                "required": ["type", *_ALLOWED["required"]],
-            },
+            make_full_object_schema(
+                type={"const": "allowed_tools"}, **_ALLOWED["properties"]
+            ),
         ]
     },
-    '"auto", "none", "required", a function, `allowed_tools`',
+    f"{_MODE.values_text}, a function, `allowed_tools`",
 )
 
 

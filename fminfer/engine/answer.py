@@ -280,11 +280,11 @@ class DeltaStream:
                 new_ids,
                 logprobs,
                 reason,
-                sequence.stop_reason,
+                _find_stop_reason(sequence),
                 named,
                 _make_further_fields(sequence) if is_over else {},
                 reasoning,
-                not (is_over and (is_forced or _is_open(sequence))),
+                not (is_over and (is_forced or sequence.is_thinking)),
             )
         part.num_listed = num_listed
         part.num_drawn = len(sequence.tokens)
@@ -311,14 +311,16 @@ def _ends_by_calls(sequence: Sequence) -> bool:
     """
     prepared = sequence.prompt.owner.prepared
     is_held = prepared.params.constraint is not None
-    may_be_broken = is_held and sequence.stop_reason is not None
+    may_be_broken = is_held and _find_stop_reason(sequence) is not None
     is_over = sequence.finish_reason == "stop"
     return is_over and prepared.call_mode != "one" and not may_be_broken
 
 
-def _is_open(sequence: Sequence) -> bool:
-    """Return whether a choice ends within its thought."""
-    return sequence.thought is not None and sequence.thought.is_open
+def _find_stop_reason(sequence: Sequence) -> str | int | None:
+    """Return which of the request's stops ended a choice, not what ends answers of its form."""
+    thought = sequence.prompt.params.thought
+    is_of_form = thought is not None and sequence.stop_reason == thought.form.answer_end
+    return None if is_of_form else sequence.stop_reason
 
 
 def _make_further_fields(sequence: Sequence) -> dict[str, Any]:
@@ -350,11 +352,12 @@ def _count_certain(sequence: Sequence, num_known: int) -> tuple[int, int]:
     detokenizer = sequence.detokenizer
     params = sequence.prompt.params
     assert detokenizer is not None, "it has drawn a token"
-    num_chars = len(sequence.text) - count_possible_stop_chars(
-        sequence.text, params.stop, num_known
-    )
+    num_open = count_possible_stop_chars(sequence.text, params.stop, num_known)
+    if sequence.thought is not None:
+        num_open = max(num_open, sequence.thought.reader.num_undecided)
+    num_chars = len(sequence.text) - num_open
     num_listed = len(sequence.tokens) - detokenizer.num_open_starts
-    if params.stop:  # a stop's cut drops the tokens that start behind it
+    if num_open:  # a stop's cut drops the tokens that start behind it
         while num_listed and sequence.tokens[num_listed - 1].offset >= num_chars:
             num_listed -= 1
     return num_chars, num_listed

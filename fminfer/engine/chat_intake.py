@@ -11,20 +11,24 @@ from fminfer.contract.read_fields import describe_guess
 from fminfer.contract.request import Request
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
 from fminfer.contract.tool_choice import CallMode, HeldCalls
-from fminfer.core.config import Constraint, EngineConfig, KnownParser, Thought
+from fminfer.core.config import Constraint, EngineConfig, KnownParser
 from fminfer.core.errors import RequestError
+from fminfer.core.thought_form import Thought
 from fminfer.engine.thinking import BUDGET
 from fminfer.text.calls.call_forms import find_form, find_parser
 from fminfer.text.calls.call_grammars import make_calls_constraint
-from fminfer.text.chat_template import ChatTemplate, RenderCall, RenderedChat
+from fminfer.text.chat_template import (
+    THOUGHT_NAMES,
+    ChatTemplate,
+    RenderCall,
+    RenderedChat,
+)
 from fminfer.text.thoughts import THOUGHT_FORMS, find_thoughts, has_open_thought
 
 # Keys of messages and of their parts that many templates do without.
 _USUAL_KEYS = frozenset(
     {"role", "content", "tool_calls", "tool_call_id", "type", "text", "id"}
 )
-# read by any of these
-_REASONING_KEYS = frozenset({"reasoning_content", "reasoning", "thinking"})
 
 OPEN_THOUGHT = RowWarning(
     "the prompt ends inside an open thought, and the constraint holds from there on, "
@@ -60,17 +64,13 @@ class ChatIntake:
                 "the chat template writes nothing for these messages; give others",
                 "messages",
             )
+        template = self.template.find_template(has_tools=bool(chat.tools)) or ""
         has_calls = bool(chat.tools) and chat.params.constraint is None
-        parser: KnownParser | None = None
-        if has_calls:
-            if self.config.tool_call_parser == "auto":
-                parser = find_parser(self.template.find_template(has_tools=True) or "")
-            elif self.config.tool_call_parser != "none":
-                parser = self.config.tool_call_parser
-        thought = self._find_thought(chat, rendered.text)
+        parser = self._find_parser(template) if has_calls else None
+        thought = self._find_thought(chat, template, rendered.text)
         warnings = (
             *chat.warnings,
-            *self._find_warnings(chat, rendered, parser, has_calls=has_calls),
+            *self._find_warnings(chat, template, rendered, parser, has_calls=has_calls),
             *_find_open_beginnings(chat, thought),
         )
         params = replace(chat.params, thought=thought)
@@ -85,7 +85,7 @@ class ChatIntake:
             # the text would lose its calls, or its thought
             params = replace(params, skip_special_tokens=False)
         if chat.held_calls is not None:
-            constraint = self._make_calls_constraint(chat.held_calls, parser)
+            constraint = self._make_calls_constraint(chat.held_calls, template, parser)
             params = replace(params, constraint=constraint)
         return Request(
             [check_text(rendered.text, "messages")],
@@ -99,8 +99,15 @@ class ChatIntake:
             call_mode=_choose_call_mode(chat.held_calls),
         )
 
+    def _find_parser(self, template: str) -> KnownParser | None:
+        """Return the form of a model's calls; None: it is not known, or they stay text."""
+        parser = self.config.tool_call_parser
+        if parser == "auto":
+            return find_parser(template)
+        return None if parser == "none" else parser
+
     def _make_calls_constraint(
-        self, calls: HeldCalls, parser: KnownParser | None
+        self, calls: HeldCalls, template: str, parser: KnownParser | None
     ) -> Constraint:
         """Return the constraint that holds a chat's calls, which are read in a known form."""
         if parser is None:
@@ -114,14 +121,16 @@ class ChatIntake:
             )
         return make_calls_constraint(
             parser,
-            self.template.find_template(has_tools=True) or "",
+            template,
             calls.functions,
             self.template.tokenizer.find_special_id,
             is_forced=calls.is_forced,
             is_single=calls.is_single,
         )
 
-    def _find_thought(self, chat: ChatRequest, prompt: str) -> Thought | None:
+    def _find_thought(
+        self, chat: ChatRequest, template: str, prompt: str
+    ) -> Thought | None:
         """Return how an answer's thought is told from it; None: it has none.
 
         Raises:
@@ -129,8 +138,7 @@ class ChatIntake:
         """
         name = self.config.reasoning_parser
         if name == "auto":
-            text = self.template.find_template(has_tools=bool(chat.tools)) or ""
-            name = find_thoughts(text) or "none"
+            name = find_thoughts(template) or "none"
         budget = chat.thinking_budget
         if budget is None:
             budget = self.config.thinking_budget
@@ -157,25 +165,22 @@ class ChatIntake:
     def _find_warnings(
         self,
         chat: ChatRequest,
+        template: str,
         rendered: RenderedChat,
         parser: KnownParser | None,
         *,
         has_calls: bool,
-    ) -> list[RowWarning]:
-        """Return warnings of what a request wants, and the template or the run cannot do."""
-        warnings = []
-        text = self.template.find_template(has_tools=bool(chat.tools)) or ""
+    ) -> Iterator[RowWarning]:
+        """Warn of what a request wants, and the template or the run cannot do."""
         if has_calls and parser is None and self.config.tool_call_parser == "auto":
-            warnings.append(
-                RowWarning(
-                    "the form of this model's tool calls is not known, so that they stay text; "
-                    "--tool-call-parser names one"
-                )
+            yield RowWarning(
+                "the form of this model's tool calls is not known, so that they stay text; "
+                "--tool-call-parser names one"
             )
-        if chat.tools and "tools" not in text:
-            warnings.append(RowWarning("the chat template does not write tools"))
-        warnings += _find_unread_names(chat, text, rendered.variables)
-        return warnings + [RowWarning(loss) for loss in rendered.losses]
+        if chat.tools and "tools" not in template:
+            yield RowWarning("the chat template does not write tools")
+        yield from _find_unread_names(chat, template, rendered.variables)
+        yield from map(RowWarning, rendered.losses)
 
 
 def _choose_call_mode(calls: HeldCalls | None) -> CallMode:
@@ -238,8 +243,8 @@ def _find_unread_names(
     keys = (
         set().union(*(each.keys() for each in (*chat.messages, *parts))) - _USUAL_KEYS
     )
-    if _REASONING_KEYS & keys and any(key in text for key in _REASONING_KEYS):
-        keys -= _REASONING_KEYS
+    if any(name in text for name in THOUGHT_NAMES):
+        keys -= THOUGHT_NAMES.keys()
     if unread := sorted(key for key in keys if key not in text):
         yield RowWarning(
             "the chat template does not read these keys of messages, which have no effect",

@@ -354,7 +354,7 @@ class EngineLoop:
         self.stats.num_cut_off += sequence.is_cut_off
         if sequence.thought is not None:
             self.stats.num_truncated_thoughts += sequence.thought.is_truncated
-        if sequence.thought is not None and sequence.thought.is_open:
+        if sequence.is_thinking:
             self.stats.num_open_thoughts += sequence.finish_reason == "length"
             self.stats.num_ended_thoughts += sequence.finish_reason == "stop"
         sequence.edits = None  # they may take megabytes until the request ends

@@ -194,6 +194,11 @@ def _begin_walk(sequence: Sequence, scheduler: Scheduler) -> None:
     """Compute the labels behind a sequence's thought, as if that stood in the prompt."""
     assert sequence.thought is not None and sequence.thought.labels is not None
     prompt = sequence.prompt
+    # what looked like a tag, and is none, is not drawn: the label comes in its place
+    num_chars = len(sequence.text) - len(sequence.thought.reader.held.strip())
+    sequence.text = sequence.text[:num_chars]
+    while sequence.tokens and sequence.tokens[-1].offset >= num_chars:
+        del sequence.tokens[-1]
     drawn = [token.token_id for token in sequence.tokens]
     behind = PromptState(
         prompt.owner,
@@ -299,16 +304,15 @@ def append_token(sequence: Sequence, token: TokenReport) -> None:
         return
     _add_token_text(sequence, detokenizer)
     if sequence.finish_reason is None and sequence.num_draws_left == 0:
-        _add_text(sequence, detokenizer.flush())
+        _add_text(sequence, detokenizer.flush(), is_last=True)
         sequence.finish_reason = sequence.finish_reason or "length"
 
 
 def _is_end(sequence: Sequence, token_id: int) -> bool:
     """Tell whether a token ends a sequence; in a thought no stop string does."""
     prompt = sequence.prompt
-    is_open = sequence.thought is not None and sequence.thought.is_open
-    is_string = is_open and isinstance(prompt.stop_reasons.get(token_id), str)
-    return token_id in prompt.end_ids and not is_string
+    is_string = isinstance(prompt.stop_reasons.get(token_id), str)
+    return token_id in prompt.end_ids and not (is_string and sequence.is_thinking)
 
 
 def _end_at_token(sequence: Sequence, token_id: int) -> None:
@@ -325,7 +329,7 @@ def _end_at_token(sequence: Sequence, token_id: int) -> None:
     else:
         rest = detokenizer.flush()
         sequence.tokens[-1].offset = len(sequence.text) + len(rest)
-    _add_text(sequence, rest)
+    _add_text(sequence, rest, is_last=True)
     sequence.ended_by_token = True
     sequence.finish_reason = "stop"
     if sequence.stop_reason is None:
@@ -341,9 +345,9 @@ def _add_token_text(sequence: Sequence, detokenizer: Detokenizer) -> None:
     _add_text(sequence, new)
 
 
-def _add_text(sequence: Sequence, new: str) -> None:
+def _add_text(sequence: Sequence, new: str, *, is_last: bool = False) -> None:
     """Append text; at a stop string cut it, and the tokens that start at the cut or later."""
-    if not new:
+    if not (new or is_last):
         return
     params = sequence.prompt.params
     sequence.text += new
@@ -353,6 +357,8 @@ def _add_text(sequence: Sequence, new: str) -> None:
         reader = sequence.thought.reader
         was_answer = reader.phase == "answer"
         reader.feed(new)
+        if is_last and sequence.thought.labels is None:
+            reader.finish()
         if reader.phase != "answer":
             return
         start = reader.answer_start

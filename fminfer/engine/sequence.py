@@ -410,10 +410,9 @@ class Sequence:
         return len(self.tokens) - num_thought
 
     @property
-    def most_tokens(self) -> int:
-        """The most tokens that it draws."""
-        num_reserved = 0 if self.thought is None else self.thought.num_reserved
-        return self.prompt.params.max_tokens - num_reserved
+    def is_thinking(self) -> bool:
+        """Whether its text ends within its thought."""
+        return self.thought is not None and self.thought.is_open
 
     @property
     def walk(self) -> Walk | None:
@@ -438,7 +437,8 @@ class Sequence:
     @property
     def num_draws_left(self) -> int:
         """The most tokens that it may still draw."""
-        return max(0, self.most_tokens - len(self.tokens))
+        num_reserved = 0 if self.thought is None else self.thought.num_reserved
+        return max(0, self.prompt.params.max_tokens - num_reserved - len(self.tokens))
 
     @property
     def listed_tokens(self) -> list[TokenReport]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 from functools import lru_cache
 
-from fminfer.core.config import Thought
 from fminfer.core.errors import RequestError
 from fminfer.core.messages import Mask, invert_mask, make_mask, pack_token_ids
+from fminfer.core.thought_form import Thought
 from fminfer.text.grammars import Grammar, Grammars
 from fminfer.text.label_trie import LabelTrie
 from fminfer.text.thoughts import ThoughtReader
@@ -57,8 +57,9 @@ class TagTokens:
 
         None: anything.
         """
-        bridges = self._bridges.get(begun_tag)
-        if bridges is None:
+        begun = {"", begun_tag}
+        bridges = [each for tag in begun for each in self._bridges.get(tag, [])]
+        if not bridges:
             return None
         return make_mask(invert_mask(pack_token_ids(bridges, self._num_bytes)))
 
@@ -139,6 +140,7 @@ class ThoughtMatcher:
         self._num_inside = 0  # tokens of thoughts, without tags
         self._num_white = 0  # tokens behind the closing tag
         self._num_read = 0  # characters of the text before the newest token
+        self._has_text = True  # the newest token; or it is a piece of a character
         self._answer_start = 0  # of what may be the answer
         self._forced_ids: list[int] = []
         self._force_ending()
@@ -193,6 +195,8 @@ class ThoughtMatcher:
         bits = 0
         if self._matcher is not None:
             bits = int.from_bytes(self._matcher.mask.bits, "little")
+        if not self._has_text:  # what goes on with a character
+            return tags.make_mask(bits)
         held = self.reader.held.lstrip()
         is_behind = self._phase == "behind"
         if is_behind and not held and self._num_white < MAX_WHITE:
@@ -233,8 +237,7 @@ class ThoughtMatcher:
         self._phase = reader.phase
         self._num_read = reader.num_read
         self._num_drawn += 1
-        if self._forced_ids:
-            del self._forced_ids[0]
+        del self._forced_ids[:1]
         if phase_before == "answer":
             if self._matcher is not None:
                 self._matcher.advance(token_id)
@@ -259,10 +262,10 @@ class ThoughtMatcher:
         held = self.reader.held
         if self._phase == "behind":  # white space there belongs to the tag
             held = held.strip()
-        has_text = self._num_read > start  # or it is a piece of a character
+        self._has_text = self._num_read > start
         # more white space than that is what the grammar asks for
         is_white_left = self._phase != "behind" or self._num_white <= MAX_WHITE
-        if is_of_tag and has_text and not held and is_white_left:
+        if is_of_tag and self._has_text and not held and is_white_left:
             self._matcher = grammar.make_matcher()
             self._answer_start = self._num_read
             return

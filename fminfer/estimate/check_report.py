@@ -29,6 +29,20 @@ class FirstPrompt:
     line: int
     text: str  # special tokens written out
     num_ids: int
+    closing_tag: str | None = (
+        None  # of the thought before the answer; None: it has none
+    )
+    tool_parser: str | None = (
+        None  # the form of the answer's calls; None: they are text
+    )
+
+    def describe_answer(self) -> str:
+        """Tell what the answer's text is read as, beside content."""
+        parts = [
+            self.closing_tag and f"thought up to {self.closing_tag}",
+            self.tool_parser and f"calls in the form {self.tool_parser}",
+        ]
+        return "".join(f"; {part}" for part in parts if part)
 
 
 @dataclass(slots=True, frozen=True)
@@ -237,5 +251,7 @@ class CheckReport:
         if len(text) > MAX_SHOWN:
             half = MAX_SHOWN // 2
             text = f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[-half:]}"
-        yield f"first     {first.file}:{first.line}, {with_noun(first.num_ids, 'token')}:"
+        num_ids = with_noun(first.num_ids, "token")
+        answer = first.describe_answer()
+        yield f"first     {first.file}:{first.line}, {num_ids}{answer}:"
         yield from (f"    {line}" for line in text.split("\n"))

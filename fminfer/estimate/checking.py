@@ -314,13 +314,17 @@ class Check:
     ) -> FirstPrompt | None:
         if checker.first is None:
             return None
-        line = checker.first[0]
-        ids = checker.first[1].ids_to_read or checker.first[1].ids
+        line, prompt = checker.first
+        ids = prompt.ids_to_read or prompt.ids
+        prepared = prompt.owner.prepared
+        thought = prepared.params.thought
         return FirstPrompt(
             file=str(inputs[line.source]),
             line=line.number,
             text=self._tokenizer.decode(ids, skip_special_tokens=False),
             num_ids=len(ids),
+            closing_tag=None if thought is None else thought.form.closing,
+            tool_parser=prepared.tool_parser,
         )
 
     def _simulate_lines(

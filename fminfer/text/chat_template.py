@@ -19,7 +19,7 @@ from fminfer.text.tokenizer import Tokenizer
 # the role, not a word of the template's text
 _DEVELOPER = re.compile("""['"]developer['"]""")
 # the key, not a variable of the template
-_THOUGHT_NAMES = {
+THOUGHT_NAMES = {
     name: re.compile(rf"""['".]{name}\b""")
     for name in ("reasoning_content", "reasoning", "thinking")
 }
@@ -210,14 +210,14 @@ def _replace_unknown_roles(text: str, messages: list[ChatMessage]) -> list[ChatM
 
 def _name_thoughts(text: str, messages: list[ChatMessage]) -> list[ChatMessage]:
     """Return messages whose thoughts have the name that the template reads."""
-    read = [name for name, place in _THOUGHT_NAMES.items() if place.search(text)]
+    read = [name for name, place in THOUGHT_NAMES.items() if place.search(text)]
     if not read:
         return messages
     return [_name_thought(message, read) for message in messages]
 
 
 def _name_thought(message: ChatMessage, read: list[str]) -> ChatMessage:
-    sent = [name for name in _THOUGHT_NAMES if name in message]
+    sent = [name for name in THOUGHT_NAMES if name in message]
     if message["role"] != "assistant" or not sent or any(each in read for each in sent):
         return message
     return message | {read[0]: message[sent[0]]}

@@ -89,34 +89,26 @@ def try_constraint(tokenizer: Any, fields: list[Any]) -> list[Any]:
     elif constraint.kind == "choice":
         shortest = sorted(json.loads(constraint.text), key=len)[:MAX_TRIED]
 
-    try:
-        num_bytes = _measure_grammar(tokenizer, grammars[0])
-    except ValueError as error:
-        if constraint.kind == "grammar" and is_gbnf(constraint.text):
-            fault = add_rule_name(constraint.text, str(error))
-            raise ValueError(tidy_fault(fault)) from None
-        raise ValueError(tidy_fault(str(error))) from None
+    fault, num_bytes = _measure_grammar(tokenizer, grammars[0])
+    if fault and constraint.kind == "grammar" and is_gbnf(constraint.text):
+        fault = add_rule_name(constraint.text, fault)
+    if fault:
+        raise ValueError(tidy_fault(fault))
     shortest = [text for text in shortest if text and len(text) < MAX_SHORTEST]
     return [grammars, unknown, shortest, num_bytes]
 
 
-def _measure_grammar(tokenizer: Any, grammar: str) -> int:
-    """Try a grammar; return its memory in bytes.
-
-    Raises:
-        ValueError: what is wrong with it, in llguidance's words.
-    """
+def _measure_grammar(tokenizer: Any, grammar: str) -> tuple[str, int]:
+    """Return what is wrong with a grammar ("": nothing), and its memory in bytes."""
     before = _measure_memory()
     fault, _matcher = _try_grammar(tokenizer, grammar)  # alive while it is measured
     num_bytes = max(0, _measure_memory() - before)  # less, if pages were taken from it
-    if fault:
-        raise ValueError(fault)
-    if num_bytes > MOST_BYTES:
-        raise ValueError(
+    if not fault and num_bytes > MOST_BYTES:
+        fault = (
             f"it takes {num_bytes >> 20} MB of memory; at most {MOST_BYTES >> 20} MB is "
             "allowed. Make it simpler"
         )
-    return num_bytes
+    return fault, num_bytes
 
 
 def _try_calls(tokenizer: Any, spec: CallSpec) -> list[Any]:
@@ -125,17 +117,15 @@ def _try_calls(tokenizer: Any, spec: CallSpec) -> list[Any]:
     unknown = set[str]().union(*map(find_unknown_keywords, schemas))
     grammars = [write_call_grammar(spec), write_call_number_grammar(spec)]
     spec = replace(spec, token_ids={})
-    try:
-        num_bytes = _measure_grammar(tokenizer, write_call_grammar(spec))
-    except ValueError as error:
+    fault, num_bytes = _measure_grammar(tokenizer, write_call_grammar(spec))
+    if fault:
         for function in spec.functions:
             alone = write_call_grammar(replace(spec, functions=(function,)))
-            if fault := _try_grammar(tokenizer, alone)[0]:
+            if inner_fault := _try_grammar(tokenizer, alone)[0]:
                 name = json.dumps(function[0], ensure_ascii=False)
-                raise ValueError(
-                    f"in the parameters of {name}: {tidy_fault(fault)}"
-                ) from None
-        raise ValueError(tidy_fault(str(error))) from None
+                inner_fault = tidy_fault(inner_fault)
+                raise ValueError(f"in the parameters of {name}: {inner_fault}")
+        raise ValueError(tidy_fault(fault))
     return [grammars, sorted(unknown), [], num_bytes]
 
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fminfer.core.config import KnownThoughts, Thought, ThoughtForm
+from fminfer.core.config import KnownThoughts
+from fminfer.core.thought_form import Thought, ThoughtForm
 
 HARMONY_START = "<|start|>assistant"
 HARMONY_THOUGHT = "<|channel|>analysis<|message|>"
 HARMONY_ANSWER = "<|channel|>final<|message|>"
+HARMONY_JSON = "<|channel|>final <|constrain|>json<|message|>"
 QWEN3_SENTENCE = (
     "\n\nConsidering the limited time by the user, I have to give the solution based on "
     "the thinking directly now.\n"
@@ -37,7 +39,12 @@ THOUGHT_FORMS: dict[KnownThoughts, ThoughtForm] = {
         sign="<|channel|>analysis",
         behind=HARMONY_START + HARMONY_ANSWER,
         later_openings=(HARMONY_START + HARMONY_THOUGHT,),
-        leads=(HARMONY_START + HARMONY_ANSWER, HARMONY_ANSWER),
+        leads=(
+            HARMONY_START + HARMONY_JSON,
+            HARMONY_JSON,
+            HARMONY_START + HARMONY_ANSWER,
+            HARMONY_ANSWER,
+        ),
     ),
     "cohere": ThoughtForm(
         "<|START_THINKING|>",
@@ -107,13 +114,12 @@ class ThoughtReader:
 
     def finish(self) -> None:
         """Settle what the text's end is, once it has ended."""
-        start = self.num_read - len(self.held)
         if self.phase == "inside":
             self.spans[-1] = (self.spans[-1][0], self.num_read)
         elif self.phase == "before":
             self.begin_answer(0)
         elif self.phase == "behind" and self.held.strip():
-            self.begin_answer(start + len(self.held) - len(self.held.lstrip()))
+            self.begin_answer(self.num_read - len(self.held.lstrip()))
 
     def begin_answer(self, start: int) -> None:
         """Take all from a place on for the answer."""
@@ -124,6 +130,11 @@ class ThoughtReader:
     @property
     def has_thought(self) -> bool:
         return bool(self.spans)
+
+    @property
+    def num_undecided(self) -> int:
+        """Characters at the text's end that may be the answer's, or white space, or a tag."""
+        return len(self.held) if self.phase in ("before", "behind") else 0
 
     @property
     def seams(self) -> tuple[str, ...]:
@@ -153,16 +164,13 @@ class ThoughtReader:
 
     def _read_closing(self) -> bool:
         closing = self.thought.form.closing
-        start = self.num_read - len(self.held)
-        place = self.held.find(closing)
-        if place >= 0:
-            self.spans[-1] = (self.spans[-1][0], start + place)
-            self.held = self.held[place + len(closing) :]
+        inner, tag, rest = self.held.partition(closing)
+        self.held = rest if tag else find_begun_tag(inner, closing)
+        end = self.num_read - len(self.held) - len(tag)
+        self.spans[-1] = (self.spans[-1][0], end)
+        if tag:
             self.phase = "behind"
-            return True
-        self.held = find_begun_tag(self.held, closing)
-        self.spans[-1] = (self.spans[-1][0], self.num_read - len(self.held))
-        return False
+        return bool(tag)
 
 
 def find_begun_tag(text: str, tag: str) -> str:

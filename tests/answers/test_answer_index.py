@@ -25,7 +25,8 @@ from fminfer.answers.cache_place import CachePlace
 from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.contract.request import SamplingParams, VectorSpec, VectorWish
-from fminfer.core.config import Constraint, EngineConfig, Thought, ThoughtForm
+from fminfer.core.config import Constraint, EngineConfig
+from fminfer.core.thought_form import Thought, ThoughtForm
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.observation import Observation
 from fminfer.engine.sequence import PreparedRequest

@@ -89,6 +89,50 @@ def test_what_an_answer_had_goes_back_as_one_message() -> None:
     ]
 
 
+def test_text_behind_a_call_goes_back_with_it() -> None:
+    """Two messages of the assistant, without the call's output between, are refused by many
+    templates."""
+    call = make_output(
+        {"message": {"content": None, "tool_calls": [CALL]}, "finish_reason": "stop"},
+        "ab",
+    )
+    said = {"role": "assistant", "content": "a"}
+    result = {"type": "function_call_output", "call_id": "call_12", "output": "3"}
+    messages, names = parse_input([*call, said, *call, said, result], None)
+    one = {"role": "assistant", "tool_calls": [CALL, CALL], "content": "a"}
+    tool = {"role": "tool", "tool_call_id": "call_12", "content": "3"}
+    assert messages == [one, said, tool]
+    assert names["messages[0]"] == "input[0]"
+    assert names["messages[0].content"] == "input[1].content"
+    assert names["messages[1]"] == "input[3]"
+    assert "messages[1].content" not in names
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "statuses"),
+    [
+        ("a", "{}", ["incomplete", "completed"]),
+        ("a", '{"b": ', ["completed", "incomplete"]),
+        (None, '{"b": ', ["incomplete"]),
+        (None, "{}", ["incomplete"]),
+    ],
+)
+def test_what_was_cut_is_incomplete(
+    content: str | None, arguments: str, statuses: list[str]
+) -> None:
+    function = CALL["function"] | {"arguments": arguments}
+    message = {"content": content, "tool_calls": [CALL | {"function": function}]}
+    output = make_output({"message": message, "finish_reason": "length"}, "ab")
+    assert [item["status"] for item in output] == statuses
+
+
+@pytest.mark.parametrize("output", [{}, {"output": None}, {"output": 5}])
+def test_an_output_of_a_call_is_a_text_or_parts(output: dict[str, Any]) -> None:
+    item = {"type": "function_call_output", "call_id": "call_12"} | output
+    with pytest.raises(RequestError, match=r"input\[0\].output"):
+        parse_input([item], None)
+
+
 def test_two_messages_of_the_assistant_stay_two() -> None:
     said = {"role": "assistant", "content": "a"}
     thought = {"type": "reasoning", "summary": text_parts("summary_text", "b", "c")}

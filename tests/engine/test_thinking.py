@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fminfer.core.config import Thought
+from fminfer.core.thought_form import Thought
 from fminfer.engine.engine_core import Delta
 from fminfer.runtime.team.team_process import StreamPosition
 from fminfer.text.thoughts import THOUGHT_FORMS, ThoughtReader, find_thoughts
@@ -22,6 +22,7 @@ COHERE = ">{# <|START_THINKING|> #}"
 RESPONSE = "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>"
 LATER = "<|start|>assistant<|channel|>analysis<|message|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
+JSON_FINAL = "<|start|>assistant<|channel|>final <|constrain|>json<|message|>"
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,8 @@ FINAL = "<|start|>assistant<|channel|>final<|message|>"
             ("a\nb", "Yes", "stop"),
         ),
         (HARMONY, f"{FINAL[18:]}Yes", (None, "Yes", "stop")),
+        (HARMONY, f"{LATER[18:]}a<|end|>{JSON_FINAL}{{}}", ("a", "{}", "stop")),
+        (HARMONY, f"{JSON_FINAL[18:]}{{}}", (None, "{}", "stop")),
         (COHERE, f"{RESPONSE}Yes<|END_RESPONSE|>", ("a", "Yes", "stop")),
     ],
 )
@@ -83,6 +86,40 @@ def test_each_form_in_pieces(name: Any) -> None:
         ((start, end),) = reader.spans
         assert text[start:end] == "I <think"
         assert text[reader.answer_start :] == f"Yes {form.closing}"
+
+
+def test_the_end_of_a_form_is_no_stop_of_the_request() -> None:
+    bench = ThinkingBench(f"{RESPONSE}Yes<|END_RESPONSE|>".encode(), COHERE, context=99)
+    (choice,) = bench.choices()
+    assert choice["finish_reason"] == "stop" and "stop_reason" not in choice
+    (choice,) = bench.choices(stop="es")
+    assert choice["message"]["content"] == "Y" and choice["stop_reason"] == "es"
+
+
+@pytest.mark.parametrize(
+    ("template", "script", "stop", "content"),
+    [
+        (TEMPLATE, b"<th\0", "<", ""),
+        (TEMPLATE, b"\n\n\0", "\n", ""),
+        (OPENING, b"a</think>\n<th\0", "th", "<"),
+    ],
+)
+def test_a_stop_is_sought_in_what_is_no_tag_after_all(
+    template: str, script: bytes, stop: str, content: str
+) -> None:
+    for max_tokens in (len(script) - 1, 60):
+        fields = {"stop": stop, "max_tokens": max_tokens, "logprobs": True}
+        bench = ThinkingBench(script, template)
+        (choice,) = bench.choices(**fields)
+        assert choice["message"]["content"] == content
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+        bench.stream_events(**fields)
+
+
+def test_a_stream_lists_no_tokens_that_a_stop_may_drop() -> None:
+    bench = ThinkingBench(b"\n\nYes\0")
+    bench.stream_events(stop="\n", logprobs=True)
+    bench.stream_events(stop="Y", logprobs=True)
 
 
 def test_what_is_asked_begins_behind_the_thought() -> None:
@@ -126,6 +163,17 @@ def test_a_constraint_begins_behind_the_thought(
     else:
         assert (content, reason) == expected[1:]
     bench.stream_events(max_tokens=40, **fields)
+
+
+@pytest.mark.parametrize("script", [b"\xc3 ", b"\xc3<", b"\xc3\n<", b"\xc3\xa9"])
+@pytest.mark.parametrize("begun", [b"", b"a</think>", b"a</think>\n"])
+def test_a_begun_character_goes_on(begun: bytes, script: bytes) -> None:
+    """White space or a tag in the middle of one ended the whole run."""
+    fields = {"structured_outputs": {"choice": ["é", "ß"]}}
+    template = OPENING if begun else TEMPLATE
+    bench = ThinkingBench(begun + script + b"\0", template)
+    assert bench.message(**fields)[1:] in (("é", "stop"), ("ß", "stop"))
+    bench.stream_events(**fields)
 
 
 def test_a_model_that_opens_its_thought_may_do_so_under_a_constraint() -> None:
@@ -227,6 +275,21 @@ def test_labels_begin_behind_the_thought() -> None:
     opens = ThinkingBench(b"<think>a</think>yes\0")
     assert opens.message(**fields)[0] == "a"
     assert ThinkingBench(b"yes\0").message(**fields)[0] is None
+
+
+@pytest.mark.parametrize("begun", [b"", b"a</think>", b"a</think>\n"])
+def test_labels_that_begin_as_tags_follow_nothing(begun: bytes) -> None:
+    """What looked like a tag stayed before the label, whose probability was another's."""
+    labels = {"choice": ["<a>", "<b>"], "probabilities": True}
+    fields = {"structured_outputs": labels, "logprobs": True, "return_token_ids": True}
+    template = OPENING if begun else TEMPLATE
+    (expected,) = ThinkingBench(begun + b"a>\0", template).choices(**fields)
+    for script in (b"<a>\0", b"<th>\0", b"<\0"):
+        bench = ThinkingBench(begun + script, template)
+        (choice,) = bench.choices(**fields)
+        assert choice["token_ids"] == expected["token_ids"]
+        assert choice["label_mass"] == expected["label_mass"]
+        bench.stream_events(**fields)
 
 
 def test_max_tokens_that_suffice_give_a_label() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from fminfer.core.config import KnownThoughts, Thought
+from fminfer.core.config import KnownThoughts
+from fminfer.core.thought_form import Thought
 from fminfer.text.calls.call_forms import find_parser
 from fminfer.text.thoughts import ThoughtReader, find_thoughts
 from tests.engine.thinking_bench import HELLO, ThinkingBench

@@ -49,7 +49,8 @@ class MaskedPipeline(ScriptedPipeline):
 
 def _choose(mask: Mask, token: int) -> int:
     # the last id gives nan
-    allowed = [i for i in range(255) if mask.bits[i >> 3] >> (i & 7) & 1]
+    ids = range(min(255, 8 * len(mask.bits)))
+    allowed = [i for i in ids if mask.bits[i >> 3] >> (i & 7) & 1]
     return token if token in allowed else allowed[-1]
 
 

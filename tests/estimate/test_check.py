@@ -310,7 +310,26 @@ def test_the_first_prompt_shows_its_bos(
         "line": 2,
         "text": "<s> two three",
         "num_ids": 3,
+        "closing_tag": None,
+        "tool_parser": None,
     }
+
+
+def test_the_first_prompt_tells_how_its_answer_is_read(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ tools }}>{# <think> </think> <tool_call> #}")
+    chat = {"messages": [{"role": "user", "content": "den"}]}
+    function = {"name": "look", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": function}]
+    path = write(tmp_path / "a.jsonl", [chat | {"tools": tools}])
+    flags = ("--chat-template", str(template))
+    first = check_json(path, *flags)["first_prompt"]
+    assert (first["closing_tag"], first["tool_parser"]) == ("</think>", "hermes")
+    text = check(path, *flags).stdout
+    assert "; thought up to </think>; calls in the form hermes:\n    " in text
+    assert (
+        "thought up to" not in check(path, *flags, "--reasoning-parser", "none").stdout
+    )
 
 
 def test_of_a_long_file_only_the_beginning_is_kept(

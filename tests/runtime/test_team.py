@@ -11,12 +11,13 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -35,6 +36,7 @@ from fminfer.pipeline.watch import Fault
 from fminfer.plan.machine_facts import Machine
 from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.load.properties import LoadedPipeline, Measured
+from fminfer.runtime.team import team_messages
 from fminfer.runtime.team.team_core import Team
 from fminfer.runtime.team.team_messages import (
     Ask,
@@ -417,6 +419,23 @@ def test_what_travels_between_processes_arrives_as_it_was(message: Any) -> None:
         assert vars(again.events[0].error) == vars(message.events[0].error)
     else:
         assert again == message
+
+
+def find_dataclasses(hint: Any) -> Iterator[type]:
+    """Yield the dataclasses that a value of a type may have within it."""
+    for argument in get_args(hint):
+        yield from find_dataclasses(argument)
+    if is_dataclass(hint) and isinstance(hint, type):
+        yield hint
+        for each in get_type_hints(hint).values():
+            yield from find_dataclasses(each)
+
+
+@pytest.mark.parametrize("message", [Ask, Cancel, Report])
+def test_whatever_a_message_may_hold_travels(message: type) -> None:
+    """Each chat of a model that thinks ended a run of several pipelines."""
+    names = {each.__name__ for each in find_dataclasses(message)}
+    assert names <= team_messages._CLASSES.keys()
 
 
 def test_the_state_of_an_engine_travels_whole() -> None:

@@ -23,6 +23,7 @@ CHAT = "/v1/chat/completions"
 # Four choices of a line run together.
 RUNS = (
     VariedRun(0, 64, 512, 1, 1),
+    VariedRun(2, 5, 64, 1, 1, num_pipelines=2),
     VariedRun(3, 5, 64, 1, 1),
     VariedRun(0, 17, 512, 1, 2),
     VariedRun(0, 17, 64, 1, 1, "killed"),
@@ -30,7 +31,7 @@ RUNS = (
     VariedRun(0, 5, 64, 1, 2, "killed"),
     VariedRun(2, 4, 512, 1, 1, "warm"),
 )
-NUM_SAMPLE_RUNS = 5
+NUM_SAMPLE_RUNS = 6
 
 pytestmark = [
     pytest.mark.usefixtures("without_tiles"),
@@ -95,12 +96,13 @@ def test_thoughts_have_the_same_bytes(
     assert not find_different(bench.answer(run), expected)
 
 
+@pytest.mark.parametrize("run", RUNS[:2], ids=lambda run: run.name)
 def test_kept_answers_have_their_thoughts(
-    bench: RunBench, expected: Answers, tmp_path: Path
+    bench: RunBench, expected: Answers, tmp_path: Path, run: VariedRun
 ) -> None:
     """Whole and streamed, computed and kept."""
     lines = seeded(bench.lines)
-    options = bench.dtype_options | RUNS[0].options
+    options = bench.dtype_options | run.options
     with fminfer.Engine(str(bench.model), **options) as engine:
         for num_kept in (0, 2 * len(lines)):
             with serving(engine, tmp_path) as server:

@@ -44,12 +44,14 @@ class VariedRun:
     threads: int
     num_stages: int
     way: Way = "alone"
+    num_pipelines: int = 1
 
     @property
     def name(self) -> str:
         return (
             f"{self.way}: order {self.order}, {self.max_rows} rows, chunks of "
-            f"{self.chunk_size}, {self.threads} threads, {self.num_stages} stages"
+            f"{self.chunk_size}, {self.threads} threads, {self.num_stages} stages, "
+            f"{self.num_pipelines} pipelines"
         )
 
     @property
@@ -64,6 +66,8 @@ class VariedRun:
         }
         if self.num_stages > 1:
             options["world_size"] = self.num_stages
+        if self.num_pipelines > 1:
+            options["data_group_size"] = self.num_pipelines
         return options
 
 

@@ -134,8 +134,8 @@ def test_text_behind_a_call_goes_on_with_the_message() -> None:
     assert output[1]["content"][0]["text"] == "and more"
     assert [item["status"] for item in output] == [
         "completed",
-        "completed",
         "incomplete",
+        "completed",
     ]
     assert events[-1]["type"] == "response.incomplete"
 

@@ -100,6 +100,19 @@ def test_parameters_that_no_schema_knows(schema: Any) -> None:
     assert make_argument(schema, "x", "den") == '"den"'
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"additionalProperties": STRING},
+        {"properties": {"y": ANY}, "additionalProperties": STRING},
+        {"$ref": "#/$defs/f", "$defs": {"f": {"properties": {"x": STRING}}}},
+    ],
+)
+def test_a_type_may_come_from_elsewhere(schema: Any) -> None:
+    assert make_argument(schema, "x", "5") == '"5"'
+    assert make_argument(schema, "y", "den") == '"den"'
+
+
 def test_schemas_that_lead_back_to_themselves_take_no_time() -> None:
     """Ten alternatives that each lead to all ten are 10 ** 16 ways."""
     branches = [{"$ref": f"#/$defs/{i}"} for i in range(10)]

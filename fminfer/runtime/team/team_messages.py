@@ -13,6 +13,7 @@ from fminfer.contract.request import SamplingParams, VectorSpec, VectorWish
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
 from fminfer.core.messages import MemoryPeak, RankMemory
+from fminfer.core.thought_form import Thought, ThoughtForm
 from fminfer.engine.engine_core import (
     Delta,
     Event,
@@ -78,6 +79,8 @@ _CLASSES = {
         Observation,
         LabelSpelling,
         SamplingParams,
+        Thought,
+        ThoughtForm,
         EncodedPrompt,
         VectorWish,
         VectorSpec,

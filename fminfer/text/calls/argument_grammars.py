@@ -86,7 +86,10 @@ class ArgumentWriter:
         }
         separator = quote(tags.separator)
         if not items and other is not False:
-            item = self._write_argument("", other, schema, tags)
+            # readers take text of no known type for JSON if it is any
+            is_text = other is True and tags.has_raw_text
+            value = {"type": "string"} if is_text else other
+            item = self._write_argument("", value, schema, tags)
             return f"({item} ({separator} {item})*)?"
         rest = '""'  # the arguments behind one
         first_arguments = [rest]  # what may begin, with the rest of it
@@ -106,7 +109,7 @@ class ArgumentWriter:
             raise ValueError(
                 f"the property {quote(name)} cannot be written in this form. Rename it"
             )
-        key = quote(name) if name else f"/{tags.key}/"
+        key = quote(name) if name else f"/{tags.free_key}/"
         head = f"{self._write_text(tags.before_key)} {key}"
         value = self._write_tagged_value(schema, root, tags)
         return f"{head} {self._write_text(tags.before_value)} {value}"

@@ -31,8 +31,13 @@ def make_argument(parameters: Any, name: str, text: str) -> str:
     Args:
         parameters: the schema of all arguments; None: nobody says.
     """
-    properties = _find_value(parameters, "properties")
-    types = find_argument_types(_find_value(properties, name), parameters)
+    schema = parameters
+    if reference := _find_value(parameters, "$ref"):
+        schema = find_referenced_schema(str(reference), parameters)
+    properties = _find_value(schema, "properties")
+    others = {name: _find_value(schema, "additionalProperties")}
+    known = others | properties if isinstance(properties, dict) else others
+    types = find_argument_types(known[name], parameters)
     spellings = [text, convert_literals(text)] if types else [text]
     for spelling in [] if types == {"string"} else spellings:
         try:

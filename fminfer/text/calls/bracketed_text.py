@@ -52,11 +52,9 @@ def hold_brackets(
         elif quote and character == "\\":
             cursor.hold_character(pieces)
             yield from cursor.peek_character()  # the escaped character, whatever it is
-        elif quote:
-            return False
-        elif character in syntax.brackets:
+        elif not quote and character in syntax.brackets:
             depth += syntax.brackets[character]
-        elif character in syntax.patterns:
+        elif not quote and character in syntax.patterns:
             quote = character
         else:
             return False

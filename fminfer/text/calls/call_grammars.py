@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from fminfer.core.config import Constraint, KnownParser
 from fminfer.text.calls.argument_grammars import ArgumentWriter, escape_regex, quote
 from fminfer.text.calls.call_forms import find_form
-from fminfer.text.calls.call_syntax import SYNTAXES, CallSyntax, choose_variant
+from fminfer.text.calls.call_syntax import SYNTAXES, choose_variant
 from fminfer.text.grammar_forms import convert_lark, make_number_regex
 from fminfer.text.plain_schemas import count_digits, parse_schema
 
@@ -45,10 +45,6 @@ class CallSpec:
     )
     is_single: bool  # at most one call
     token_ids: dict[str, int]  # of marks that are special tokens
-
-    @property
-    def syntax(self) -> CallSyntax:
-        return SYNTAXES[self.form][self.variant]
 
 
 def make_calls_constraint(
@@ -95,7 +91,7 @@ class _CallWriter:
 
     def __init__(self, spec: CallSpec, *, bounds_numbers: bool) -> None:
         self._spec = spec
-        self._syntax = spec.syntax
+        self._syntax = SYNTAXES[spec.form][spec.variant]
         marks = map(re.escape, sorted(spec.token_ids, key=len, reverse=True))
         self._marks = re.compile(f"({'|'.join(marks)})") if spec.token_ids else None
         self._arguments = ArgumentWriter(

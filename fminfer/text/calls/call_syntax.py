@@ -15,7 +15,8 @@ class TagSyntax:
     before_value: str
     after_value: str
     separator: str = ""
-    key: str = r'[^<>"\s]+'  # a regex
+    key: str = r'[^<>"\s]+'  # a regex in Python's form
+    free_key: str = key  # of an argument without a schema, in Rust's form
     has_raw_text: bool = True  # of strings; otherwise all values are JSON
 
 
@@ -40,20 +41,17 @@ class CallSyntax:
     template_sign: str = ""  # a text in the templates of its models; "": all others
 
 
-_HERMES = CallSyntax(
-    '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "<tool_call>"
-)
-# A list of JSON objects between two texts.
-_LIST = CallSyntax('{"name": "', '", "arguments": ', "}", "", between=", ")
-
-
 def _make_list_syntax(
     trigger: str, opening: str, closing: str = "]", sign: str = ""
 ) -> CallSyntax:
-    return replace(
-        _LIST,
-        trigger=trigger,
+    """Return the syntax of a list of JSON objects between two texts."""
+    return CallSyntax(
+        '{"name": "',
+        '", "arguments": ',
+        "}",
+        trigger,
         opening=opening,
+        between=", ",
         closing=closing,
         template_sign=sign,
     )
@@ -70,7 +68,14 @@ _DEEPSEEK = CallSyntax(
 )
 # By form, its variants: the first whose sign a template has is the model's.
 SYNTAXES: dict[KnownParser, tuple[CallSyntax, ...]] = {
-    "hermes": (_HERMES,),
+    "hermes": (
+        CallSyntax(
+            '<tool_call>\n{"name": "',
+            '", "arguments": ',
+            "}\n</tool_call>",
+            "<tool_call>",
+        ),
+    ),
     "llama3_json": (
         CallSyntax(
             '{"name": "',
@@ -110,7 +115,16 @@ SYNTAXES: dict[KnownParser, tuple[CallSyntax, ...]] = {
             between=", ",
             closing="]",
             lead="<|python_start|>",
-            tags=TagSyntax("", "=", "", ", ", r"[^\W\d]\w*", has_raw_text=False),
+            # in Rust, \w has marks and joiners that Python's has not
+            tags=TagSyntax(
+                before_key="",
+                before_value="=",
+                after_value="",
+                separator=", ",
+                key=r"[^\W\d]\w*",
+                free_key=r"[\p{L}_][\p{L}\p{Nd}_]*",
+                has_raw_text=False,
+            ),
             begins_answer=True,
         ),
     ),

@@ -9,10 +9,6 @@ from fminfer.text.calls.json_calls import read_list, read_object
 
 CALL_ID = "[CALL_ID]"
 ARGS = "[ARGS]"
-CALL_BEGIN = "<｜tool▁call▁begin｜>"
-NAME_END = "<｜tool▁sep｜>"
-CALL_END = "<｜tool▁call▁end｜>"
-CALLS_END = "<｜tool▁calls▁end｜>"
 
 NAME = re.compile(r"[^\[\]<>{}\"`\n]*")
 BEFORE_BRACKET = re.compile(r"[^\[]*")
@@ -40,20 +36,22 @@ def read_mistral_calls(cursor: CallCursor) -> Reading[None]:
 
 def read_deepseek_calls(cursor: CallCursor) -> Reading[None]:
     """Read DeepSeek's calls: V3 has arguments in a fence of Markdown, V3.1 as they are."""
-    yield from read_row(cursor, CALL_BEGIN, CALLS_END, _read_deepseek_call)
+    yield from read_row(
+        cursor, "<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>", _read_deepseek_call
+    )
 
 
 def _read_deepseek_call(cursor: CallCursor) -> Reading[bool]:
     """Read `NAME<｜tool▁sep｜>{…}`, or a kind and the name behind it; False: it is none."""
     name = yield from cursor.hold_pattern(NAME)
-    if not (yield from cursor.hold_tag(NAME_END)):
+    if not (yield from cursor.hold_tag("<｜tool▁sep｜>")):
         return False
     fenced_name = yield from cursor.hold_pattern(NAME)
     yield from cursor.hold_pattern(FENCE)
     if not (yield from read_object(cursor, fenced_name.strip() or name.strip())):
         return False
     yield from cursor.hold_pattern(FENCE)
-    if not (yield from cursor.hold_tag(CALL_END)):
+    if not (yield from cursor.hold_tag("<｜tool▁call▁end｜>")):
         return False
     yield from cursor.end_call()
     return True

@@ -12,7 +12,7 @@ from fminfer.text.calls.call_cursor import CallCursor, Reading
 from fminfer.text.calls.python_literals import convert_literals
 from fminfer.text.calls.tool_call import parse_call
 
-NAME = re.compile(r"[\w.\-]*")
+NAME = re.compile(r"[\w.:/\-]*")
 
 
 def read_python_call(cursor: CallCursor) -> Reading[bool]:
