@@ -357,7 +357,7 @@ def _count_certain(sequence: Sequence, num_known: int) -> tuple[int, int]:
         num_open = max(num_open, sequence.thought.reader.num_undecided)
     num_chars = len(sequence.text) - num_open
     num_listed = len(sequence.tokens) - detokenizer.num_open_starts
-    if num_open:  # a stop's cut drops the tokens that start behind it
+    if params.stop or num_open:  # a stop's cut drops the tokens that start behind it
         while num_listed and sequence.tokens[num_listed - 1].offset >= num_chars:
             num_listed -= 1
     return num_chars, num_listed

@@ -156,10 +156,11 @@ class ChatIntake:
             return None  # the template has closed it, or the answer has begun
         if form.opening[0].isalpha() and form.opening not in prompt:
             return None  # words, which a model writes as a tag where it is told to
-        if chat.held_calls is not None and chat.held_calls.is_forced:
-            # a call has a header of its own
+        if chat.tools:  # a call has a header of its own
             behind = form.behind.removesuffix("".join(form.leads[-1:]))
-            form = replace(form, leads=(), behind=behind)
+            form = replace(form, behind=behind)
+        if chat.held_calls is not None and chat.held_calls.is_forced:
+            form = replace(form, leads=())
         return Thought(form, is_open, budget, chat.includes_reasoning)
 
     def _find_warnings(

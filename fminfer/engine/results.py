@@ -195,7 +195,7 @@ def _begin_walk(sequence: Sequence, scheduler: Scheduler) -> None:
     assert sequence.thought is not None and sequence.thought.labels is not None
     prompt = sequence.prompt
     # what looked like a tag, and is none, is not drawn: the label comes in its place
-    num_chars = len(sequence.text) - len(sequence.thought.reader.held.strip())
+    num_chars = len(sequence.text) - len(sequence.thought.reader.held.lstrip())
     sequence.text = sequence.text[:num_chars]
     while sequence.tokens and sequence.tokens[-1].offset >= num_chars:
         del sequence.tokens[-1]
@@ -365,6 +365,11 @@ def _add_text(sequence: Sequence, new: str, *, is_last: bool = False) -> None:
         num_new = num_new if was_answer else len(sequence.text) - start
     if sequence.num_answer_tokens <= params.min_tokens or not params.stop:
         return
+    if params.min_tokens and num_new > len(new):
+        # of what was held, a stop that was complete by min_tokens is none
+        num_before = len(sequence.tokens) - sequence.num_answer_tokens
+        first = sequence.tokens[num_before + params.min_tokens]
+        num_new = min(num_new, len(sequence.text) - first.offset)
     answer = sequence.text[start:] if start else sequence.text
     match = find_stop(answer, params.stop, num_new)
     if match is not None:

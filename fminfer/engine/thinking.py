@@ -245,7 +245,9 @@ class ThoughtMatcher:
         # a token may hold the tag's end and the answer's beginning, or white space and that
         begins_answer = self._phase == "answer" and reader.answer_start < self._num_read
         is_of_tag = phase_before == "inside" or not begins_answer
-        if reader.has_thought and is_of_tag:
+        # what may be a tag may be the answer's beginning
+        is_settled = self._phase != "behind" or not reader.held.strip()
+        if reader.has_thought and is_of_tag and is_settled:
             self.num_tokens = self._num_drawn
         if self._phase == "inside":
             self._num_inside += phase_before == "inside"

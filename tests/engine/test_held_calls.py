@@ -44,6 +44,20 @@ def answer(script: bytes, template: str = HERMES, **fields: Any) -> dict[str, An
     return choice
 
 
+def test_a_call_may_follow_a_thought_that_a_budget_ends() -> None:
+    """gpt-oss got the header of an answer, and could call nothing."""
+    thought = b"<|channel|>analysis<|message|>aa<|end|><|start|>assistant"
+    for script in (TO_LOOK + b'{"at": "map"}\0', b"<|channel|>final<|message|>Yes\0"):
+        choice = answer(thought + script, HARMONY, thinking_token_budget=2)
+        assert choice["reasoning_truncated"]
+        message = choice["message"]
+        assert message["reasoning_content"] == "aa"
+        if script.startswith(TO_LOOK):
+            assert list_calls(choice) == [("look", {"at": "map"})]
+        else:
+            assert message["content"] == "Yes" and "tool_calls" not in message
+
+
 def list_calls(choice: dict[str, Any]) -> list[tuple[str, Any]]:
     functions = [call["function"] for call in choice["message"].get("tool_calls", [])]
     return [(each["name"], json.loads(each["arguments"])) for each in functions]

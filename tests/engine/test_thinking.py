@@ -116,6 +116,41 @@ def test_a_stop_is_sought_in_what_is_no_tag_after_all(
         bench.stream_events(**fields)
 
 
+@pytest.mark.parametrize(
+    ("begun", "answer", "stop", "min_tokens"),
+    [
+        ("", "\n\n\n\n\n\n", "\n", 2),
+        ("", "<thab<cd", "<", 2),
+        ("a</think>\n", "<thab<cd", "<", 1),
+        ("a</think>\n", "<thab<cd", "<", 3),
+        ("a</think>\n", "<thab<cd", "<", 5),
+        ("a</think>\n", "<thab<cd", "b<c", 6),
+    ],
+)
+def test_min_tokens_count_in_what_is_no_tag_after_all(
+    begun: str, answer: str, stop: str, min_tokens: int
+) -> None:
+    """As in an answer that has no thought."""
+    fields = {"stop": stop, "min_tokens": min_tokens, "logprobs": True}
+    (expected,) = ThinkingBench(f"{answer}\0".encode(), ">").choices(**fields)
+    template = OPENING if begun else TEMPLATE
+    bench = ThinkingBench(f"{begun}{answer}\0".encode(), template)
+    (choice,) = bench.choices(**fields)
+    assert choice["message"]["content"] == expected["message"]["content"]
+    assert choice.get("stop_reason") == expected.get("stop_reason")
+    bench.stream_events(**fields)
+
+
+def test_a_thoughts_tokens_are_counted_without_the_answers_beginning() -> None:
+    bench = ThinkingBench(b"a</think>\n<thabcd\0", OPENING)
+    details = bench.usage()["completion_tokens_details"]
+    assert details == {"reasoning_tokens": len("a</think>\n")}
+    labels = {"structured_outputs": {"choice": ["yes", "no"], "probabilities": True}}
+    usage = bench.usage(**labels)
+    assert usage["completion_tokens_details"] == details
+    assert usage["completion_tokens"] == 10 + len("no")
+
+
 def test_a_stream_lists_no_tokens_that_a_stop_may_drop() -> None:
     bench = ThinkingBench(b"\n\nYes\0")
     bench.stream_events(stop="\n", logprobs=True)
@@ -290,6 +325,15 @@ def test_labels_that_begin_as_tags_follow_nothing(begun: bytes) -> None:
         assert choice["token_ids"] == expected["token_ids"]
         assert choice["label_mass"] == expected["label_mass"]
         bench.stream_events(**fields)
+
+
+def test_a_label_follows_no_piece_of_a_header() -> None:
+    labels = {"structured_outputs": {"choice": ["yes", "no"], "probabilities": True}}
+    thought = f"{LATER[18:]}a<|end|>"
+    script = f"{thought}<|start|>assistant<|channel|>final X"
+    bench = ThinkingBench(script.encode(), HARMONY, context=200)
+    (choice,) = bench.choices(return_token_ids=True, **labels)
+    assert bytes(choice["token_ids"]).decode() == f"{thought}no"
 
 
 def test_max_tokens_that_suffice_give_a_label() -> None:
