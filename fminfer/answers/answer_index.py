@@ -36,17 +36,12 @@ def make_answer_key(prepared: PreparedRequest, terms: bytes = b"") -> bytes:
     `repeat` and `meaning` only tell apart draws without a seed, so they are not in it.
     """
     params = prepared.params
-    one_call = ["one call"] * prepared.keeps_one_call
-    one_call += ["named call"] * (prepared.call_mode == "one")
+    # What few requests have is left out of the others', so that their keys stay.
+    calls = ["one call"] * prepared.keeps_one_call
+    calls += ["named call"] * (prepared.call_mode == "one")
     # the types of a call's arguments come from them
-    tools = [json.dumps(prepared.tools)] * bool(prepared.tools)
-    head = (
-        prepared.kind,
-        prepared.tool_parser,
-        params.effective_seed,
-        *one_call,
-        *tools,
-    )
+    calls += [json.dumps(prepared.tools)] * bool(prepared.tools)
+    head = (prepared.kind, prepared.tool_parser, params.effective_seed, *calls)
     digest = hashlib.blake2b(terms, digest_size=32)
     digest.update(digest_meaning([], params))
     others = prepared.sources, prepared.num_start, prepared.vectors

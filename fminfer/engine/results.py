@@ -150,6 +150,7 @@ def _add_drawn_token(
     sequence: Sequence, report: TokenReport, scheduler: Scheduler
 ) -> Iterator[Sequence]:
     prompt = sequence.prompt
+    thought = sequence.thought
     state = sequence.prompt.owner
     if prompt.shared_scores:
         prompt.copy_shared_scores()
@@ -162,7 +163,11 @@ def _add_drawn_token(
         state.times.first_token_s = time.perf_counter()
     if prompt.nan_at:
         sequence.finish_reason = "stop"
-    elif _begins_label(sequence, report):
+    elif (
+        thought is not None
+        and thought.labels is not None
+        and thought.begins_answer(report.token_id, sequence.num_draws_left)
+    ):  # the token is left out
         _begin_walk(sequence, scheduler)
         return
     else:
@@ -172,7 +177,6 @@ def _add_drawn_token(
         except RequestError as error:
             state.error = error
             sequence.finish_reason = "stop"
-    thought = sequence.thought
     if sequence.finish_reason == "length" and thought and thought.leads_to_label:
         sequence.finish_reason = None
         _begin_walk(sequence, scheduler)
@@ -180,14 +184,6 @@ def _add_drawn_token(
         scheduler.resume_sequence(sequence)
     else:
         yield sequence
-
-
-def _begins_label(sequence: Sequence, report: TokenReport) -> bool:
-    """Tell whether a label is to come behind a thought; the token is then left out."""
-    thought = sequence.thought
-    if thought is None or thought.labels is None:
-        return False
-    return thought.begins_answer(report.token_id, sequence.num_draws_left)
 
 
 def _begin_walk(sequence: Sequence, scheduler: Scheduler) -> None:
@@ -289,18 +285,15 @@ def _nan_error(where: str, what: str = "logits") -> RequestError:
 
 def append_token(sequence: Sequence, token: TokenReport) -> None:
     """Append a drawn token; `finish_reason` then says whether the sequence is done."""
-    params = sequence.prompt.params
     detokenizer = sequence.detokenizer
     assert detokenizer is not None, "a sequence that generates nothing drew a token"
     sequence.tokens.append(token)
     sequence.num_unfed += 1
     if sequence.edits is not None:
         sequence.edits.count_drawn(token.token_id)
-    # A constraint's mask allows an end before min_tokens only if nothing else is left.
-    num_tokens = sequence.num_answer_tokens
-    may_end = sequence.matcher is not None or num_tokens > params.min_tokens
-    if may_end and _is_end(sequence, token.token_id):
-        _end_at_token(sequence, token.token_id)
+    token_id = token.token_id
+    if token_id in sequence.prompt.end_ids and _may_end_at(sequence, token_id):
+        _end_at_token(sequence, token_id)
         return
     _add_token_text(sequence, detokenizer)
     if sequence.finish_reason is None and sequence.num_draws_left == 0:
@@ -308,11 +301,14 @@ def append_token(sequence: Sequence, token: TokenReport) -> None:
         sequence.finish_reason = sequence.finish_reason or "length"
 
 
-def _is_end(sequence: Sequence, token_id: int) -> bool:
-    """Tell whether a token ends a sequence; in a thought no stop string does."""
+def _may_end_at(sequence: Sequence, token_id: int) -> bool:
+    """Tell whether one of its end tokens ends a sequence; in a thought no stop string does."""
     prompt = sequence.prompt
-    is_string = isinstance(prompt.stop_reasons.get(token_id), str)
-    return token_id in prompt.end_ids and not (is_string and sequence.is_thinking)
+    if sequence.is_thinking and isinstance(prompt.stop_reasons.get(token_id), str):
+        return False
+    # A constraint's mask allows an end before min_tokens only if nothing else is left.
+    is_late = sequence.num_answer_tokens > prompt.params.min_tokens
+    return is_late or sequence.matcher is not None
 
 
 def _end_at_token(sequence: Sequence, token_id: int) -> None:
@@ -363,18 +359,16 @@ def _add_text(sequence: Sequence, new: str, *, is_last: bool = False) -> None:
             return
         start = reader.answer_start
         num_new = num_new if was_answer else len(sequence.text) - start
-    if sequence.num_answer_tokens <= params.min_tokens or not params.stop:
+    if not params.stop or sequence.num_answer_tokens <= params.min_tokens:
         return
     if params.min_tokens and num_new > len(new):
         # of what was held, a stop that was complete by min_tokens is none
         num_before = len(sequence.tokens) - sequence.num_answer_tokens
         first = sequence.tokens[num_before + params.min_tokens]
         num_new = min(num_new, len(sequence.text) - first.offset)
-    answer = sequence.text[start:] if start else sequence.text
-    match = find_stop(answer, params.stop, num_new)
+    match = find_stop(sequence.text, params.stop, num_new, start)
     if match is not None:
         cut, stop = match
-        cut += start
         cut += len(stop) if params.include_stop_str_in_output else 0
         sequence.text = sequence.text[:cut]
         sequence.num_cut = sum(token.offset >= cut for token in sequence.tokens)
@@ -383,16 +377,19 @@ def _add_text(sequence: Sequence, new: str, *, is_last: bool = False) -> None:
 
 
 def find_stop(
-    text: str, stops: tuple[str, ...], num_new: int
+    text: str, stops: tuple[str, ...], num_new: int, start: int = 0
 ) -> tuple[int, str] | None:
     """Return where the earliest stop string begins in `text`, and which it is, or None.
 
     If several begin at one place, the one listed first counts. Only the last `num_new`
     characters were not searched before, so that it ends there.
+
+    Args:
+        start: no stop begins before this place.
     """
     matches = []
     for stop in stops:
-        at = text.find(stop, max(0, len(text) - num_new - len(stop) + 1))
+        at = text.find(stop, max(start, len(text) - num_new - len(stop) + 1))
         if at >= 0:
             matches.append((at, stop))
     return min(matches, key=lambda place: place[0], default=None)

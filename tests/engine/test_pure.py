@@ -70,6 +70,12 @@ def test_find_stop(
     assert find_stop(text, stops, num_new) == expected
 
 
+def test_find_stop_behind_a_place() -> None:
+    assert find_stop("one one", ("one",), 7, 1) == (4, "one")
+    assert find_stop("one one", ("e one", "n"), 7, 2) == (2, "e one")
+    assert find_stop("one", ("one",), 3, 1) is None
+
+
 @pytest.mark.parametrize(
     "allowed, never, bits, few",
     [
