@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Writes the tables of request fields and error codes in docs/contract.md from the code.
+"""Writes tables of the docs from the code: of request fields and error codes in
+docs/contract.md, and of what servers call the fields in docs/remote_engine.md.
 
 scripts/field_tables.py            # after a change of the table
 scripts/field_tables.py --check    # ends with 1 if the docs say something else
@@ -11,10 +12,12 @@ import json
 import sys
 from pathlib import Path
 
+from fminfer.client.dialects import DIALECTS, KNOWN_FIELDS, Dialect
 from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.field_table import FIELDS
 from fminfer.contract.fields import Field
 from fminfer.contract.request import DEFAULTS
+from fminfer.core.config import Constraint
 from fminfer.core.errors import ERROR_CODES, RETRYABLE
 
 # Whose table has the fields that an endpoint shares.
@@ -33,7 +36,15 @@ ACTED_ON: tuple[Endpoint, ...] = (
     "score",
     "rerank",
 )
-CONTRACT = Path(__file__).parents[1] / "docs" / "contract.md"
+DOCS = Path(__file__).parents[1] / "docs"
+# One of each way to say what an answer must be, where both endpoints have it.
+HELD = {
+    "choices": Constraint("choice", '["a"]'),
+    "regex": Constraint("regex", "a"),
+    "JSON schema": Constraint("json", '{"type":"integer"}'),
+    "grammar in GBNF": Constraint("grammar", 'root ::= "a"'),
+    "label probabilities": Constraint("labels", '[["a"], 1]'),
+}
 
 
 def own_fields(endpoint: Endpoint) -> list[Field]:
@@ -105,9 +116,58 @@ def codes() -> str:
     return "\n".join(lines)
 
 
-def fill(text: str) -> str:
-    """Return a page with what stands between its marks replaced by the tables."""
-    parts = {
+def servers() -> str:
+    """Return the table of what servers call the fields; fminfer serve has all of them."""
+    others = [each for each in DIALECTS.values() if each.name != "fminfer"]
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for endpoint, fields in KNOWN_FIELDS.items():
+        for name in fields:
+            is_shared = (
+                name in KNOWN_FIELDS["completions"] and name in KNOWN_FIELDS["chat"]
+            )
+            if endpoint == "chat" and is_shared:
+                continue
+            is_of_both = endpoint == "completions" and is_shared
+            label = "completions, chat" if is_of_both else endpoint
+            cells = (label, *(name_cell(each, endpoint, name) for each in others))
+            rows.setdefault(cells, []).append(f"`{name}`")
+    for title, constraint in HELD.items():
+        cells = ("completions, chat", *(held_cell(each, constraint) for each in others))
+        rows.setdefault(cells, []).append(title)
+    head = ["of", "field", *(each.title for each in others)]
+    table = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for (first, *others_cells), names in rows.items():
+        table.append(f"| {' | '.join([first, ', '.join(names), *others_cells])} |")
+    return "\n".join(table)
+
+
+def name_cell(dialect: Dialect, endpoint: Endpoint, name: str) -> str:
+    """Return what a server calls a field, as Markdown; "": it has no name."""
+    theirs = dialect.find_name(endpoint, name)
+    if endpoint == "completions" and name in KNOWN_FIELDS["chat"]:
+        in_chat = dialect.find_name("chat", name)
+        if in_chat != theirs:
+            return f"yes; in chat `{in_chat}`"
+    if theirs is None:
+        return ""
+    return "yes" if theirs == name else f"`{theirs}`"
+
+
+def held_cell(dialect: Dialect, constraint: Constraint) -> str:
+    """Return by which field a server is asked for a constraint; "": it has none."""
+    ways = {
+        endpoint: dialect.write_constraint(constraint, endpoint)
+        for endpoint in ("completions", "chat")
+    }
+    names = {endpoint: ", ".join(way) for endpoint, way in ways.items() if way}
+    if len(set(names.values())) == 1 and len(names) == 2:
+        return f"`{names['chat']}`"
+    return "; ".join(f"in {where} `{name}`" for where, name in names.items())
+
+
+def contract_parts() -> dict[str, str]:
+    """Return the tables of docs/contract.md, by their marks."""
+    return {
         "codes": codes(),
         "fields: refused": refused("completions"),
         "fields: recorded": recorded(),
@@ -119,6 +179,10 @@ def fill(text: str) -> str:
         "fields: refused for classes": refused("classify"),
         **{f"fields: {name}": acted_on(name) for name in ACTED_ON},
     }
+
+
+def fill(text: str, parts: dict[str, str]) -> str:
+    """Return a page with what stands between its marks replaced by the tables."""
     for name, table in parts.items():
         start = f"<!-- {name} -->\n"
         end = "<!-- end -->"
@@ -129,8 +193,14 @@ def fill(text: str) -> str:
 
 
 if __name__ == "__main__":
-    text = CONTRACT.read_text()
-    if "--check" not in sys.argv:
-        CONTRACT.write_text(fill(text))
-    elif text != fill(text):
-        sys.exit(f"{CONTRACT} differs from the table of fields; run {__file__}")
+    pages = {
+        "contract": contract_parts(),
+        "remote_engine": {"fields: servers": servers()},
+    }
+    for page, parts in pages.items():
+        path = DOCS / f"{page}.md"
+        text = path.read_text()
+        if "--check" not in sys.argv:
+            path.write_text(fill(text, parts))
+        elif text != fill(text, parts):
+            sys.exit(f"{path} differs from the table of fields; run {__file__}")

@@ -18,7 +18,7 @@ LAYERS = """
 cli
 server cluster integrations
 job split
-estimate
+estimate client
 runtime
 plan answers
 forward
@@ -51,7 +51,10 @@ LATE = {
     "huggingface_hub": "takes 0.2 s, and only a model of the hub needs it",
     "numpy": "takes 0.1 s, and only `fminfer split` needs it",
     "tqdm": "takes a third of the start of commands that show no bar",
+    "jsonschema": "is an extra, of --engine; it takes 0.1 s",
+    "referencing": "comes with it",
     "fsspec": "is an extra, for URLs",
+    "httpx": "is an extra, for servers elsewhere",
     "llguidance": "takes 0.1 s, and only constrained answers need it",
     "tomllib": "takes 3 ms, and only --config needs it",
     "tomli": "the same",
@@ -69,6 +72,7 @@ OWN_LATE = {
     ("cli", "fminfer.models.checkpoint"): "the same",
     ("cli", "fminfer.models.quantized_folder"): "the same",
     ("cli", "fminfer.job"): "the same",
+    ("cli", "fminfer.client.remote_check"): "brings numpy, and only --engine needs it",
     ("cli", "fminfer.runtime"): "the same",
     ("cli", "fminfer.server"): "the same",
     ("cli", "fminfer.split"): "only its own commands need it",

@@ -20,14 +20,20 @@ from fminfer.answers.answer_store import AnswerStore
 from fminfer.answers.cache_place import CachePlace
 from fminfer.contract.json_object import dump_json, parse_json
 from fminfer.core.bounded_cache import BoundedCache
+from fminfer.core.config import EngineConfig
+from fminfer.core.option import options_of
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.noise import digest_meaning
 from fminfer.engine.sequence import PreparedRequest
-from fminfer.models.fingerprint import answer_terms
 from fminfer.text.encoded_prompt import EncodedPrompt
 
 NO_REQUEST = -1  # the id of answers that no request of the engine had
 Value = TypeVar("Value")
+# Kept answers do not depend on these. A prepared request shows them (its ids, its params),
+# or they decide whether there is an answer at all, or they stand around it.
+NOT_OF_ANSWERS = frozenset(
+    each.told for each in options_of(EngineConfig).values() if each.alters == "requests"
+) | {"--model-name"}
 
 
 def make_answer_key(prepared: PreparedRequest, terms: bytes = b"") -> bytes:
@@ -168,6 +174,13 @@ class AnswerIndex:
         """Write what is not written yet."""
         if self._store is not None:
             self._store.close()
+
+
+def answer_terms(fingerprint: dict[str, str]) -> dict[str, str]:
+    """Return what of a fingerprint the answer to a prepared request with a seed depends on."""
+    return {
+        name: value for name, value in fingerprint.items() if name not in NOT_OF_ANSWERS
+    }
 
 
 def open_answer_index(

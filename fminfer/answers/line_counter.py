@@ -23,7 +23,7 @@ from fminfer.contract.request import Request, parse_request
 from fminfer.contract.responses import parse_response
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.errors import RequestError, line_error
-from fminfer.engine.intake import Intake
+from fminfer.engine.intake import LineParser
 from fminfer.engine.noise import (
     describe_params,
     digest_described_meaning,
@@ -97,7 +97,7 @@ class LineCounter:
     """Counts the lines of a run's files in order; `check` raises for those of other runs."""
 
     def __init__(
-        self, intake: Intake, check: Callable[[Envelope], None] | None = None
+        self, intake: LineParser, check: Callable[[Envelope], None] | None = None
     ) -> None:
         self._intake = intake
         self._check = check or self._check_model

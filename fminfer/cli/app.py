@@ -38,6 +38,7 @@ from fminfer.cli.serve_part_command import serve_part
 from fminfer.cli.split_command import merge, split
 from fminfer.cli.status_command import status
 from fminfer.cli.submit_command import submit
+from fminfer.client.remote_options import RemoteOptions, check_no_model_flags
 from fminfer.cluster.slurm_and_lsf import find_old_job_path
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, UsageError
@@ -46,6 +47,7 @@ from fminfer.core.version import __version__
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
 from fminfer.files.tables.table_options import TableOptions
 from fminfer.job.run_paths import JobOptions, JobPaths, RunContext, check_no_other_model
+from fminfer.job.run_summary import JobSummary
 from fminfer.job.synthetic import NUM_BATCHES, Hyperparameters, Synthetic
 from fminfer.machine.processor import cap_libraries
 from fminfer.machine.stopper import ProcessOptions, check_times
@@ -203,6 +205,10 @@ def _run_files(
     )
     ranks = pop_options(RankConfig, {**options})
     config = pop_options(EngineConfig, options)
+    remote = pop_options(RemoteOptions, options)
+    if remote.engine is not None:
+        check_no_model_flags(ranks, config)
+        _check_remote_job(job, flags)
     _check_prompt_flags(job, config, flags)
     if job.prompt is None and not files and flags.flags and not table.has_template:
         job, config = _make_synthetic_job(job, config, flags)
@@ -212,7 +218,8 @@ def _run_files(
     if job.deadline_s is not None:
         ending.stopper.deadline_s = time.monotonic() + job.deadline_s - elapsed_s()
 
-    role = find_role(ranks, os.environ)
+    # Runs on servers elsewhere share files, and are no ranks of each other.
+    role = find_role(ranks, os.environ if remote.engine is None else {})
     if role.is_first and not is_quiet:
         print_notices(is_quiet=is_quiet)
         if files != typed_files:
@@ -221,7 +228,24 @@ def _run_files(
             )
         if files:
             _warn_of_ignored_flags(flags, has_rows=table.has_template)
+    if remote.engine is not None:
+        return _run_remote_job(job, config, remote, role, ending)
     return _run_job(job, config, role, ending)
+
+
+def _check_remote_job(job: JobPaths, flags: Hyperparameters) -> None:
+    """Raise a UsageError for what needs a model in this process."""
+    is_made_up = not job.paths and flags.flags and not job.table.has_template
+    for flag, is_set in {
+        "--prompt": job.prompt is not None,
+        "--trace": job.trace is not None,
+        next(iter(flags.flags), ""): is_made_up,
+    }.items():
+        if is_set:
+            raise UsageError(
+                f"{flag} needs a model that is loaded here, and --engine has servers "
+                "answer files. Leave one of the two out"
+            )
 
 
 def _check_prompt_flags(
@@ -267,6 +291,23 @@ def _make_synthetic_job(
     )
 
 
+def _run_remote_job(
+    job: JobPaths,
+    config: EngineConfig,
+    options: RemoteOptions,
+    role: Role,
+    ending: Ending,
+) -> int:
+    """Have servers answer a run's files; return the exit status."""
+    make_context = partial(RunContext, job=job, output_paths=job.find_output_paths())
+    with starting_process(
+        make_context, config, role, ending, is_quiet=job.is_quiet
+    ) as process:
+        from fminfer.job.remote_answering import run_remote
+
+        return _choose_exit_status(run_remote(process, options))
+
+
 def _run_job(job: JobPaths, config: EngineConfig, role: Role, ending: Ending) -> int:
     """Do this process's part of a run; return the exit status."""
     if job.trace is not None and role.spread.num_pipelines > 1:
@@ -286,8 +327,12 @@ def _run_job(job: JobPaths, config: EngineConfig, role: Role, ending: Ending) ->
         make_context, config, role, ending, is_quiet=job.is_quiet
     ) as process:
         with importing_engine(config, role):
-            from fminfer.job.answering import run_process
+            from fminfer.job.model_answering import run_process
         summary = run_process(process)
+    return _choose_exit_status(summary)
+
+
+def _choose_exit_status(summary: JobSummary | None) -> int:
     if summary is not None and summary.refused:
         return EXIT_USAGE
     return EXIT_SOME_ERRORS if summary is not None and summary.has_errors else 0

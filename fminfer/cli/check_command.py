@@ -18,6 +18,7 @@ from fminfer.cli.flags import PathOrUrl, make_flags
 from fminfer.cli.option_table import CheckOptions
 from fminfer.cli.process import EXIT_FAILED, EXIT_SOME_ERRORS, print_wrapped
 from fminfer.cli.refusals import Refusals
+from fminfer.client.remote_options import RemoteOptions, check_no_model_flags
 from fminfer.core.config import EngineConfig, GroupSizes
 from fminfer.core.errors import UsageError
 from fminfer.core.option import pop_options
@@ -58,6 +59,9 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     machine. --plan compares the ways to spread the run over devices, here or elsewhere,
     with the time predicted for each.
 
+    With --engine no model is opened. Lines are checked as far as that goes without one,
+    and the servers get one request of one token for each set of fields.
+
     \b
     Exit status: 0 every line is right; 1 the model does not run or does not fit; 2 wrong usage;
     3 some lines are wrong.
@@ -69,15 +73,21 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     table = pop_options(TableOptions, options)
     row_fields = _make_row_fields(options, job_options, table)
     config = pop_options(EngineConfig, options)
+    remote = pop_options(RemoteOptions, options)
+    if remote.engine is not None:
+        check_no_model_flags(config)
     print_notices(is_quiet=check_options.is_json)
     inputs = _find_inputs(
         (*job_options.infer_data, *paths),
         is_quiet=check_options.is_json,
         has_rows=table.has_template,
     )
-    check_no_other_model(config, inputs, has_rows=table.has_template)
-
     row_requests = RowRequests(table, row_fields, is_raw=job_options.is_raw)
+    if remote.engine is not None:
+        sys.exit(
+            _print_remote_report(config, remote, check_options, inputs, row_requests)
+        )
+    check_no_other_model(config, inputs, has_rows=table.has_template)
     sys.exit(_print_report(config, plan_options, check_options, inputs, row_requests))
 
 
@@ -148,6 +158,27 @@ def _print_report(
     if not report.fits:
         return EXIT_FAILED
     return EXIT_SOME_ERRORS if report.counts.num_wrong else 0
+
+
+def _print_remote_report(
+    config: EngineConfig,
+    remote: RemoteOptions,
+    check_options: CheckOptions,
+    inputs: list[Path],
+    row_requests: RowRequests,
+) -> int:
+    """Check the lines and try their fields at servers; return the exit status."""
+    from fminfer.client.remote_check import RemoteCheck
+
+    with tempfile.TemporaryFile() as spool:
+        errors = _ErrorPrinter(inputs, spool, check_options)
+        report = RemoteCheck(config, remote).run(inputs, row_requests, errors.add)
+        if check_options.is_json:
+            _print_json_report(report.to_dict(), spool)
+        else:
+            errors.print_reasons()
+            print_wrapped(report.to_text())
+    return 0 if report.is_right else EXIT_SOME_ERRORS
 
 
 def _find_set_options() -> set[str]:

@@ -28,13 +28,14 @@ from fminfer.cli.config_keys import (
 )
 from fminfer.cli.flags import GroupedCommand
 from fminfer.cli.old_command_lines import FLAGS, describe_python_config
+from fminfer.client.remote_options import KEY_VARIABLE
 from fminfer.core.errors import UsageError
 from fminfer.core.option import Command
 
 PREFIX = "FMINFER_"
 FILE_VARIABLE = "FMINFER_CONFIG"
 # Variables of ours that are no flags, and the beginning of those of the tests.
-OTHER_VARIABLES = (FILE_VARIABLE, "FMINFER_CPU", "FMINFER_SECRET")
+OTHER_VARIABLES = (FILE_VARIABLE, "FMINFER_CPU", "FMINFER_SECRET", KEY_VARIABLE)
 TEST_PREFIX = "FMINFER_TEST_"
 # an empty one is no key, and would open a server to all: it is refused
 SECRET = "api_key"

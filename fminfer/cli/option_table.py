@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from fminfer.answers.cache_place import KeptAnswers
+from fminfer.client.remote_options import RemoteOptions
 from fminfer.cluster.resources import SubmitOptions
 from fminfer.core.config import (
     ComputeOptions,
@@ -121,6 +122,7 @@ TABLES: tuple[type[Options], ...] = (
     PlanOptions,
     BenchOptions,
     KeptAnswers,
+    RemoteOptions,
     ServerSettings,
     ProcessOptions,
     RequestOptions,

@@ -12,6 +12,7 @@ from fminfer.cli.config_file import NOTICES, ConfiguredCommand, print_notices
 from fminfer.cli.flags import make_flags
 from fminfer.cli.old_command_lines import OLD_SERVE_OPTIONS, apply_old_serve_flags
 from fminfer.cli.process import Ending, importing_engine, starting_process
+from fminfer.client.remote_options import RemoteOptions, check_no_model_flags
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.option import pop_options
@@ -57,6 +58,7 @@ def serve(**options: Any) -> None:
     fminfer serve --model-name /models/llama --state ~/batches  # /v1/files, /v1/batches
     fminfer serve --config fminfer.toml
     fminfer serve --model-name /models/opt-30b --world-size 4
+    fminfer serve --engine http://host:8000/v1 --state ~/batches  # batches alone
 
     It has the engine of fminfer run, and its ranks. It needs the extra: pip install
     '.[serve]' in a clone.
@@ -77,12 +79,16 @@ def serve(**options: Any) -> None:
         settings = pop_options(ServerSettings, options)
         ranks = pop_options(RankConfig, {**options})
         config = pop_options(EngineConfig, options)
-        role = find_role(ranks, os.environ)
+        remote = pop_options(RemoteOptions, options)
+        if remote.engine is not None:
+            check_no_model_flags(ranks, config)
+            _require_state(settings)
+        role = find_role(ranks, os.environ if remote.engine is None else {})
         if role.is_first:
             print_notices(is_quiet=settings.is_quiet)
             _require_extra()
             _warn_of_missing_key(settings)
-        _run_server(settings, config, role, ending)
+        _run_server(settings, config, role, ending, remote)
     except (Exception, KeyboardInterrupt) as error:
         ending.fail(error)
 
@@ -105,13 +111,31 @@ def _warn_of_missing_key(settings: ServerSettings) -> None:
         )
 
 
+def _require_state(settings: ServerSettings) -> None:
+    """Raise for a server that would have no route."""
+    if settings.state is None:
+        raise UsageError(
+            "--engine has servers elsewhere answer, and this one then serves files and "
+            "batches alone; give --state FOLDER, which keeps them"
+        )
+
+
 def _run_server(
-    settings: ServerSettings, config: EngineConfig, role: Role, ending: Ending
+    settings: ServerSettings,
+    config: EngineConfig,
+    role: Role,
+    ending: Ending,
+    remote: RemoteOptions,
 ) -> None:
     """Do this process's part of a server."""
     with starting_process(
         ProcessContext, config, role, ending, is_quiet=settings.is_quiet
     ) as process:
-        with importing_engine(config, role):
-            from fminfer.server.http import serve_process
-        serve_process(process, settings)
+        if remote.engine is None or settings.state is None:
+            with importing_engine(config, role):
+                from fminfer.server.http import serve_process
+            serve_process(process, settings)
+        else:
+            from fminfer.server.remote_serving import serve_remote
+
+            serve_remote(process, settings, settings.state, remote)

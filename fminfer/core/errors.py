@@ -19,6 +19,9 @@ ErrorCode = Literal[
     "out_of_memory",
     "nan_logits",
     "internal_error",
+    "refused_by_server",
+    "server_failed",
+    "constraint_broken",
 ]
 # What each says of a request; the docs' table is made of these.
 ERROR_CODES: dict[ErrorCode, str] = {
@@ -41,9 +44,18 @@ ERROR_CODES: dict[ErrorCode, str] = {
     "out_of_memory": "The row cannot run even alone within --budget.",
     "nan_logits": "A logit is nan or +inf.",
     "internal_error": "A fault of fminfer in this line.",
+    "refused_by_server": "A server of --engine refuses the request.",
+    "server_failed": "Servers of --engine failed at the request, and answered others.",
+    "constraint_broken": "A server's answer is not what the request says it must be.",
 }
 # Of a request that was right, which this run could not answer and another might.
-RETRYABLE: tuple[ErrorCode, ...] = ("out_of_memory", "nan_logits", "internal_error")
+RETRYABLE: tuple[ErrorCode, ...] = (
+    "out_of_memory",
+    "nan_logits",
+    "internal_error",
+    "server_failed",
+    "constraint_broken",
+)
 # What made a run stop: Ctrl-C, SIGTERM, a closed terminal, a deadline or a
 # scheduler's warning.
 StopReason = Literal["interrupted", "terminated", "hung_up", "out_of_time"]
@@ -93,6 +105,10 @@ class OutputError(FminferError):
 
 class MachineError(FminferError):
     """No room for temporary files, no memory, a failing disk: never a row's error."""
+
+
+class ServerError(FminferError):
+    """A server of --engine, or all of them, cannot go on with the run: which, and why."""
 
 
 class SchedulerError(FminferError):
@@ -165,6 +181,7 @@ PLAIN_KINDS = (
     PipelineError,
     OutputError,
     MachineError,
+    ServerError,
     SchedulerError,
     OutOfMemoryError,
     StepLimitError,

@@ -37,6 +37,7 @@ GROUPS = (  # titles of the help, in its order
     "Bench",
     "Requests",
     "Model",
+    "Engine elsewhere",
     "Speed and memory",
     "Kept answers",
     "Ranks",

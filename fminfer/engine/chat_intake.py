@@ -96,7 +96,7 @@ class ChatIntake:
             tool_parser=parser,
             tools=tuple(chat.tools) if form and form.needs_tools else (),
             keeps_one_call=parser is not None and chat.keeps_one_call,
-            call_mode=_choose_call_mode(chat.held_calls),
+            call_mode=choose_call_mode(chat.held_calls),
         )
 
     def _find_parser(self, template: str) -> KnownParser | None:
@@ -184,7 +184,8 @@ class ChatIntake:
         yield from map(RowWarning, rendered.losses)
 
 
-def _choose_call_mode(calls: HeldCalls | None) -> CallMode:
+def choose_call_mode(calls: HeldCalls | None) -> CallMode:
+    """Return whether an answer must be calls."""
     if calls is None or not calls.is_forced:
         return "auto"
     return "one" if calls.is_named else "required"

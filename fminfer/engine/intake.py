@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 from fminfer.contract.chat import ChatRequest, overwrite_fields, parse_chat
 from fminfer.contract.constraint import CONSTRAINTS
@@ -71,6 +71,38 @@ class IncomingRequest:
     request: Request
     repeat: int
     is_openai: bool
+
+
+class LineParser(Protocol):
+    """What a run over lines needs of an intake: one that tokenizes, or one that does not."""
+
+    tokenizer: Tokenizer
+    limits: RequestLimits
+    warnings: WarningCounts
+    on_warning: Callable[[str], None]
+
+    def parse(
+        self,
+        fields: Mapping[str, Any],
+        *,
+        endpoint: Endpoint | None = None,
+        clock: str = "",
+        compiles: bool = True,
+    ) -> Request:
+        """Check a request, as `Intake` does."""
+
+    def prepare_all(
+        self, incoming: Sequence[IncomingRequest]
+    ) -> list[PreparedRequest | Exception]:
+        """Prepare requests, as `Intake` does."""
+
+    def render_chats_ahead(
+        self, requests: Iterable[tuple[Mapping[str, Any], Endpoint | None, str]]
+    ) -> None:
+        """Render chats together, if they are rendered here."""
+
+    def report_warnings(self, *warnings: RowWarning, where: str = "") -> None:
+        """Count a request's warnings, and pass on those that are new."""
 
 
 def _encode_prompts(

@@ -109,7 +109,7 @@ class CurrentRun:
     # options that are not the defaults
     settings: dict[str, str] = field(default_factory=dict)
     # device, dtype and so on
-    place: dict[str, str | int | float] = field(default_factory=dict)
+    place: dict[str, Any] = field(default_factory=dict)
     # the engine's counts, as they are now
     read_stats: Callable[[], dict[str, int]] = dict
     # of the constrained rows that were measured; None: there are none

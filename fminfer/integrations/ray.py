@@ -11,9 +11,12 @@ as its line, whatever else it has. A column `number` is no field: it numbers the
 as lines of a file are.
 
 An actor holds one engine. Where several share a machine, give each its `num_cpus` and a
-`budget`, for each would take half of the memory that it finds free. Nothing is kept of
-a run that fails: `fminfer run` goes on where it ended. It needs the extra `ray`;
-nothing else imports it.
+`budget`, for each would take half of the memory that it finds free. With `engine`, it
+holds a client of servers elsewhere, and no model.
+
+Nothing is kept of a run that fails, unless Ray's `CheckpointConfig` does so
+(docs/running.md). `fminfer run` goes on where it ended. It needs the extra `ray`; nothing
+else imports it.
 """
 
 from __future__ import annotations
@@ -30,15 +33,19 @@ import torch
 from ray.data.expressions import monotonically_increasing_id
 
 from fminfer.answers.line_counter import EqualLines
+from fminfer.client.remote_engine import RemoteEngine
+from fminfer.client.remote_options import RemoteOptions, check_no_model_flags
 from fminfer.contract.envelope import Line, parse_envelope
-from fminfer.core.config import make_config
+from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
+from fminfer.core.option import options_of
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.json_values import CutValue, cut_long_value
 from fminfer.files.line_reader import read_lines as read_file
 from fminfer.files.ordered_output import errors_path, writing_together
 from fminfer.files.streams import STDIN
 from fminfer.runtime.engine_api import Engine
+from fminfer.runtime.job_engine import JobEngine
 from fminfer.runtime.lines.runner import WINDOW
 
 ROW = "fminfer_row"  # a column on the way to the actors: a number that no other row has
@@ -91,13 +98,17 @@ def answer(
 
     Args:
         model: a folder that every machine sees, or a hub id; None is the demo model.
+            With `engine`, the servers' name of it; None: the only one that they have.
         concurrency: actors, each with an engine of its own.
         num_cpus: of each actor, which computes with as many threads. One CPU of the cluster must
             be left, for rows are read by tasks of their own.
         num_gpus: of each actor; with 0 the CPU computes.
         batch_size: rows that an actor takes at a time, and answers before it takes
             more. With few it runs few at once; with too many, other actors get none.
-        options: other fields of `EngineConfig`.
+        options: other fields of `EngineConfig`. `engine` is the base URL of servers that
+            answer in place of a model here, with commas between several. With it, further
+            fields of `RemoteOptions` that `fminfer serve` has. The servers' key is
+            FMINFER_ENGINE_KEY of the actors' environment. Ray shows arguments, so it is none.
 
     Returns:
         The rows with two columns more: `record`, the JSON text that `fminfer run`
@@ -108,7 +119,7 @@ def answer(
     Raises:
         UsageError: an option that cannot be.
     """
-    make_config(model, **options)  # what is wrong is raised here, not by an actor
+    _parse_options(model, options)  # what is wrong is raised here, not by an actor
     _warn_of_waiting(concurrency * num_cpus)
     numbered = dataset.with_column(ROW, monotonically_increasing_id())
     # A file may be one block, and actors take whole blocks.
@@ -144,15 +155,19 @@ class Answer:
     def __init__(
         self, model: str | None = None, *, num_cpus: float = 1, **options: Any
     ) -> None:
+        config, remote = _parse_options(model, options)
         # each computes with its own threads
-        num_ranks = make_config(model, **options).num_ranks
-        if num_ranks > 1:
-            options = {"threads": max(1, int(num_cpus) // num_ranks)} | options
+        if config.num_ranks > 1:
+            options = {"threads": max(1, int(num_cpus) // config.num_ranks)} | options
         # torch would take every core of the machine
         torch.set_num_threads(max(1, int(num_cpus)))
-        self._engine = Engine(model, **options)
+        self._engine: JobEngine = (
+            Engine(model, **options)
+            if remote is None
+            else RemoteEngine.connect(config, remote, log.warning)
+        )
         # Lines that differ may then be equal, which whoever has read them could not count.
-        self._is_overwriting = bool(self._engine.config.request_args)
+        self._is_overwriting = bool(config.request_args)
 
     def __call__(self, batch: pyarrow.Table) -> pyarrow.Table:
         """Answer one batch.
@@ -174,7 +189,7 @@ class Answer:
         places = {id(line): place for place, line in enumerate(lines)}
         records = [""] * len(lines)
         errors = [False] * len(lines)
-        for record in self._engine.run(lines, WINDOW):
+        for record in self._engine.runs.run(lines, WINDOW):
             place = places.pop(id(record.line))
             records[place] = record.to_json().decode()
             errors[place] = record.error is not None
@@ -187,6 +202,26 @@ class Answer:
             "record", pyarrow.array(records, pyarrow.large_string())
         )
         return batch.append_column("is_error", pyarrow.array(errors, pyarrow.bool_()))
+
+
+def _parse_options(
+    model: str | None, options: dict[str, Any]
+) -> tuple[EngineConfig, RemoteOptions | None]:
+    """Return an actor's options; those of servers are None where it has a model."""
+    if options.get("engine") is None:
+        return make_config(model, **options), None
+    names = {
+        name
+        for name, each in options_of(RemoteOptions).items()
+        if "serve" in each.commands
+    }
+    config = make_config(
+        model, **{name: options[name] for name in options.keys() - names}
+    )
+    check_no_model_flags(config)
+    return config, RemoteOptions(
+        **{name: options[name] for name in options.keys() & names}
+    )
 
 
 def _warn_of_waiting(num_actor_cpus: float) -> None:

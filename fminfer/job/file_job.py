@@ -17,13 +17,13 @@ from fminfer.engine.stats import EngineStats
 from fminfer.files.disk import lock_file, raising_disk_errors
 from fminfer.files.own_files import is_device
 from fminfer.files.run_facts import CurrentRun
-from fminfer.job.progress import ProgressBar, TimeLeft
+from fminfer.job.progress import ProgressBar, make_time_left
 from fminfer.job.run_inputs import RunInputs
 from fminfer.job.run_summary import JobSummary
 from fminfer.machine.other_work import OtherWork
 from fminfer.machine.stopper import Stopper
 from fminfer.machine.threads import find_usable_cores
-from fminfer.runtime.engine_api import Engine
+from fminfer.runtime.job_engine import JobEngine
 from fminfer.runtime.lines.runner import LOOKAHEAD, WINDOW, LineRunner
 
 # Counts of the engine that a status file holds.
@@ -46,7 +46,7 @@ WAIT_S = 0.02  # wait for a line when there is nothing else to do
 
 
 def run_job(
-    engine: Engine | None,
+    engine: JobEngine | None,
     inputs: RunInputs,
     summary: JobSummary,
     *,
@@ -77,7 +77,7 @@ class _FileJob:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: JobEngine,
         inputs: RunInputs,
         summary: JobSummary,
         stopper: Stopper,
@@ -93,16 +93,15 @@ class _FileJob:
         current_run.read_stats = lambda: {
             name: getattr(engine.stats, name) for name in STATUS_STATS
         }
-        facts = engine.facts
+        traits = engine.traits
         self._other_work = (
-            OtherWork(facts.measured.num_threads, find_usable_cores)
-            if facts.is_alone
+            OtherWork(traits.num_threads, find_usable_cores)
+            if traits.num_threads
             else None
         )
-        kind = "streamed" if facts.streaming else engine.device.type
         self._bar = ProgressBar(
             inputs.num_rows,
-            TimeLeft(kind, facts.num_stages),
+            make_time_left(traits.pace, traits.num_stages),
             is_quiet=is_quiet,
             is_slowed=lambda: (
                 self._other_work is not None and self._other_work.is_notable()
@@ -118,9 +117,8 @@ class _FileJob:
         trace_file = None
         try:
             if trace is not None:
-                trace_file = TraceFile(
-                    trace, engine.facts.num_ranks // engine.facts.num_stages
-                )
+                traits = engine.traits
+                trace_file = TraceFile(trace, traits.num_ranks // traits.num_stages)
             engine.follow(self._on_work, None if trace_file is None else trace_file.add)
             self._answer_lines()
         except BaseException as error:
@@ -138,7 +136,7 @@ class _FileJob:
             summary.is_beside_other_work = other_work.is_notable()
         summary.constraint_mass = self._current_run.read_mass()
         summary.warnings = engine.warnings
-        summary.gives_vectors = engine.intake.limits.vectors is not None
+        summary.gives_vectors = engine.traits.gives_vectors
 
     def _answer_lines(self) -> None:
         """Let the engine answer lines until all are done; each record goes to its input."""

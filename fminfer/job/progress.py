@@ -14,6 +14,7 @@ from collections.abc import Callable
 from fminfer.core.quantities import describe_seconds, with_noun
 from fminfer.engine.stats import EngineStats, ObservableEngine
 from fminfer.runtime.bars import make_bar, num_columns
+from fminfer.runtime.job_engine import Pace
 
 BAR_EVERY_S = 0.2
 FIRST_LINE_S = 5.0
@@ -64,6 +65,9 @@ class TimeLeft:
             return
         self._elapsed_s += seconds
         self._num_units += units
+        self._add_mark()
+
+    def _add_mark(self) -> None:
         if self._elapsed_s - self._marks[-1][0] >= MARK_EVERY_S:
             self._marks.append((self._elapsed_s, self._num_units))
         while len(self._marks) > 1 and self._elapsed_s - self._marks[1][0] >= MINUTE_S:
@@ -121,6 +125,32 @@ class TimeLeft:
         if not units or seconds <= 0:
             return None
         return (self._step_tokens * num_steps + num_tokens) * seconds / units
+
+
+class RowsLeft(TimeLeft):
+    """Predicts by the rows of the last minute: of servers' rows no tokens are known before."""
+
+    def add_steps(
+        self, seconds: float, stats: EngineStats, num_fed: int, num_drawn: int
+    ) -> None:
+        """Add rows that have just ended, and are counted in the statistics."""
+        self._elapsed_s += seconds
+        self._num_units = stats.num_ended
+        self._add_mark()
+
+    def predict_all_s(self, engine: ObservableEngine, total_rows: int) -> float | None:
+        """Predict how long all rows take that are left; None: it is not known yet."""
+        state = engine.state
+        num_open = state.num_running + state.num_waiting
+        num_left = total_rows - engine.stats.read.num_rows + num_open
+        return self._predict_seconds(0, num_left)
+
+
+def make_time_left(pace: Pace, num_stages: int) -> TimeLeft:
+    """Return what predicts the rest of a run on such an engine."""
+    if pace == "elsewhere":
+        return RowsLeft()
+    return TimeLeft(pace, num_stages)
 
 
 def _expected_draws(most: float, stops: float) -> float:

@@ -101,6 +101,12 @@ class JobSummary:
     # of the constrained rows that were measured; None: there are none
     constraint_mass: ConstraintMass | None = None
     table: Path | None = None  # of the rows and their answers
+    # Of a run that servers elsewhere answered:
+    servers: list[str] = field(default_factory=list)  # their URLs; none: a model here
+    server_kind: str = ""  # what they are, such as vllm 0.12.1
+    num_sent_again: int = 0  # requests that a server failed at, and were sent again
+    num_without_usage: int = 0  # answers whose tokens no server has counted
+    cost: str = ""  # "": no price is known
 
     @property
     def types(self) -> str:
@@ -169,7 +175,10 @@ class JobSummary:
 
     def _make_lines(self) -> Iterator[tuple[str, str]]:
         """Yield each line's name and text."""
-        yield "model", f"{self.model} ({self.types}{self._device_text()})"
+        place = f"({self.types}{self._device_text()})"
+        if self.servers:
+            place = f"({self.describe_servers()})"
+        yield "model", f"{self.model} {place}"
         yield "rows", self._rows_text()
         if self.num_changed_inputs:
             yield "changed", self._changed_text()
@@ -231,6 +240,27 @@ class JobSummary:
             text += f", {self.num_kept_errors:,} of them in error"
         return text
 
+    def describe_servers(self) -> str:
+        """Say which servers answered."""
+        urls = list_few(self.servers, NUM_NAMED)
+        return f"{self.server_kind} at {urls}"
+
+    def _make_server_lines(self) -> Iterator[tuple[str, str]]:
+        """Say what is known of answers that servers gave."""
+        if num_cached := self.engine["num_cached_tokens"]:
+            num_prompt = self.engine["num_prompt_tokens"]
+            text = f"{num_cached:,} of {num_prompt:,} prompt tokens"
+            yield "prefix", f"{text} were in the servers' caches"
+        if self.num_sent_again:
+            text = with_noun(self.num_sent_again, "request")
+            yield "again", f"{text} had to be sent again, as a server failed at them"
+        if self.num_without_usage:
+            text = with_noun(self.num_without_usage, "answer")
+            yield "usage", f"{text} came without a count of tokens, and count as none"
+        if self.cost:
+            yield "cost", self.cost
+        yield "answers", "as the servers gave them: not exact, and others another time"
+
     def _device_text(self) -> str:
         if not self.device:
             return ""
@@ -266,7 +296,9 @@ class JobSummary:
         if not self.gives_vectors:
             tokens += f" + {self.completion_tokens:,} generated"
         yield "tokens", tokens
-        if stats["num_cached_tokens"]:
+        if self.servers:
+            yield from self._make_server_lines()
+        elif stats["num_cached_tokens"]:
             yield "prefix", self._prefix_text()
         if stats["num_put_back"] or stats["num_apart"]:
             yield "put back", self._again_text()
@@ -283,14 +315,14 @@ class JobSummary:
                 f"{num_copied} had the answer of an equal one, which was computed once",
             )
         speed = f"{self.tokens_per_s:,.0f} tokens/s computed"
-        if self.gives_vectors:
+        if self.gives_vectors or self.servers:
             speed = f"{self._compute_rate(self.num_rows):,.1f} rows/s, {speed}"
-        else:
+        if not self.gives_vectors:
             speed += f", of them {self.generated_per_s:,.0f} generated"
         taken = ("num_cached_tokens", "num_copied_requests", "num_kept_requests")
         if any(stats[name] for name in taken):
             speed += f" ({self.answered_per_s:,.0f} with those that were shared)"
-        yield "speed", f"{speed}; {self._busy_text()}"
+        yield "speed", speed if self.servers else f"{speed}; {self._busy_text()}"
         yield (
             "time",
             f"ready after {self.start_to_ready_s:.1f} s, then "

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fminfer.answers.carrying_over import RunTerms
+from fminfer.answers.line_counter import LineCounter
+from fminfer.contract.request import TextField
 from fminfer.core.config import EngineConfig
 from fminfer.core.option import options_of
 from fminfer.files.journal_rows import LINE_NUMBERS, Fingerprint
@@ -17,12 +19,6 @@ from fminfer.files.tables.table_file import open_table
 from fminfer.files.tables.table_options import RowRequests
 from fminfer.files.tables.table_writer import TableOutput
 from fminfer.job.run_paths import RunContext
-from fminfer.models.checkpoint import Checkpoint
-from fminfer.runtime.load.assembly import (
-    load_tokenizer,
-    make_intake,
-    make_line_counting,
-)
 
 HIDDEN_OPTIONS = ("model", "request_args")  # that name_settings leaves out
 MAX_CHARS = 200  # of a setting
@@ -31,22 +27,25 @@ MAX_CHARS = 200  # of a setting
 def make_run_terms(
     run: RunContext,
     output_paths: OutputPaths,
-    checkpoint: Checkpoint,
+    model_name: str,
     fingerprint: Fingerprint,
     *,
     print_line: Callable[[str], None],
-    has_npy: bool,
+    count_lines: Callable[[], LineCounter] | None,
+    choose_text_field: Callable[..., TextField] | None,
 ) -> RunTerms:
     """Return what holds for every input of a run.
 
     Args:
-        fingerprint: of the run's plan, without what a template and flags of records add.
-        has_npy: vectors go to a file of their own.
+        fingerprint: of what answers, without what a template and flags of records add.
+        count_lines: begins to count a file's lines; None: answers to a changed file are
+            not used.
+        choose_text_field: as the intake has it; None: inputs are no tables.
 
     Raises:
         UsageError: a template is wrong, or a table cannot be read or written.
     """
-    row_template = _make_row_template(run, checkpoint, output_paths.inputs)
+    row_template = _make_row_template(run, choose_text_field, output_paths.inputs)
     if row_template is not None and run.job.truth is not None:
         for path in output_paths.inputs:
             table = open_table(path, row_template.delimiter)
@@ -58,12 +57,11 @@ def make_run_terms(
         fingerprint = fingerprint | {LINE_NUMBERS: "on"}
 
     return RunTerms(
-        model=checkpoint.name,
+        model=model_name,
         fingerprint=fingerprint,
         restart=run.job.restart,
         limit=run.job.limit,
-        # A file of vectors does not say which line an answer is of, once lines have moved.
-        count_lines=None if has_npy else make_line_counting(run.config, checkpoint),
+        count_lines=count_lines,
         current_run=CurrentRun(settings=name_settings(run.config)),
         print_progress=print_line,
         table=_make_table_output(output_paths, row_template, run.job.prefix or ""),
@@ -73,15 +71,15 @@ def make_run_terms(
 
 
 def _make_row_template(
-    run: RunContext, checkpoint: Checkpoint, inputs: Sequence[Path]
+    run: RunContext,
+    choose_text_field: Callable[..., TextField] | None,
+    inputs: Sequence[Path],
 ) -> RowTemplate | None:
     """Return what makes requests of the inputs' rows; None: they are no tables."""
-    if not run.job.table.has_template:
+    if choose_text_field is None:
         return None
-    tokenizer = load_tokenizer(run.config, checkpoint)
-    intake = make_intake(run.config, checkpoint, tokenizer)
     requests = RowRequests(run.job.table, run.job.prompt_fields, is_raw=run.job.is_raw)
-    return requests.make_template(intake.choose_text_field, inputs)
+    return requests.make_template(choose_text_field, inputs)
 
 
 def _make_table_output(

@@ -20,6 +20,7 @@ from fminfer.core.option import Options, Seconds, option
 
 # Slurm's --signal and LSF's -wa send one of the user's choice; LSF's run limit sends SIGUSR2.
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+LONG_S = 1e8  # for what may take as long as it does
 SPARE_S = 5.0  # from the end of the grace to that of the processes
 AGAIN = "The same command, without --restart, goes on from there."
 DEADLINE = signal.SIGXCPU  # a run sends it to itself
@@ -165,6 +166,13 @@ class Stopper:
             yield
         finally:
             self._stop = None
+
+    def end_for(self, reason: StoppedError) -> None:
+        """Let the run end for a reason of its own; all that it has begun may finish."""
+        if self.reason is None:
+            self.reason = reason
+            if self._stop is not None:
+                self._stop(LONG_S)
 
     @contextmanager
     def interrupting_reads(self) -> Iterator[None]:

@@ -39,11 +39,6 @@ TOKENIZER_FILES = (
 SUFFIXES = (".model", ".tiktoken")
 # such as one for requests with tools
 FURTHER_TEMPLATES = "additional_chat_templates/*.jinja"
-# Kept answers do not depend on these. A prepared request shows them (its ids, its params),
-# or they decide whether there is an answer at all, or they stand around it.
-NOT_OF_ANSWERS = frozenset(
-    each.told for each in options_of(EngineConfig).values() if each.alters == "requests"
-) | {"--model-name"}
 
 
 def compute_fingerprint(
@@ -81,13 +76,6 @@ def compute_fingerprint(
     if config.is_unnamed_demo:
         fingerprint["--check-model"] = "on without --model-name"
     return fingerprint
-
-
-def answer_terms(fingerprint: dict[str, str]) -> dict[str, str]:
-    """Return what of a fingerprint the answer to a prepared request with a seed depends on."""
-    return {
-        name: value for name, value in fingerprint.items() if name not in NOT_OF_ANSWERS
-    }
 
 
 def _option_text(option: Option, value: object) -> str:

@@ -16,10 +16,11 @@ from fminfer.pipeline.group import Group, require_no_group
 from fminfer.pipeline.ranks import Spread
 from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.bars import say
+from fminfer.runtime.job_engine import OnStep, OnWork
 from fminfer.runtime.launch.processes import ProcessContext, Processes
 from fminfer.runtime.launch.role import ChildOptions, Role
 from fminfer.runtime.load.agreement import require_room_for_all
-from fminfer.runtime.load.one_pipeline import OnePipeline, OnStep, OnWork
+from fminfer.runtime.load.one_pipeline import OnePipeline
 from fminfer.runtime.load.properties import PipelineProperties
 from fminfer.runtime.team.team_core import Team
 from fminfer.runtime.team.team_process import TeamPipeline, start_pipeline

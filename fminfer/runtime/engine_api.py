@@ -27,6 +27,7 @@ from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.computing import Compute, spread_of, start_computing
+from fminfer.runtime.job_engine import EngineTraits, Pace
 from fminfer.runtime.lines.runner import WINDOW
 from fminfer.runtime.lines.runs import LOOKAHEAD, AnyRequest, Runs
 from fminfer.runtime.load.agreement import Opening
@@ -326,6 +327,19 @@ class Engine:
     def facts(self) -> PipelineProperties:
         """The properties of the processes that compute."""
         return self._computing.facts
+
+    @property
+    def traits(self) -> EngineTraits:
+        """What a job's progress depends on."""
+        facts = self.facts
+        pace: Pace = "cuda" if self.device.type == "cuda" else "cpu"
+        return EngineTraits(
+            "streamed" if facts.streaming else pace,
+            facts.num_stages,
+            facts.num_ranks,
+            facts.measured.num_threads if facts.is_alone else 0,
+            gives_vectors=self.intake.limits.vectors is not None,
+        )
 
     @property
     def device(self) -> torch.device:

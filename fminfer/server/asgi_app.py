@@ -51,19 +51,23 @@ _POLICY = (
 _PAGE_POLICY = f"{_POLICY}; require-trusted-types-for 'script'; trusted-types 'none'"
 
 
-def make_page_routes() -> APIRouter:
+def make_page_routes(*, has_page: bool = True) -> APIRouter:
     """Return the routes of `/`, `/docs` and the files that they need.
 
     They tell nothing of the model, so they need no key; the page asks for it when a call does.
+
+    Args:
+        has_page: `/` is a page that sends requests; otherwise there is none.
     """
     folder = Path(__file__).parent / "page"
     swagger = Path(swagger_ui_bundle.swagger_ui_path)
     router = APIRouter()
-    router.add_route(
-        "/",
-        _make_file_route(folder / "index.html", policy=_PAGE_POLICY, other=_LINE),
-        include_in_schema=False,
-    )
+    if has_page:
+        router.add_route(
+            "/",
+            _make_file_route(folder / "index.html", policy=_PAGE_POLICY, other=_LINE),
+            include_in_schema=False,
+        )
     for path, source in {
         "/page/page.css": folder / "page.css",
         "/page/page.js": folder / "page.js",
@@ -139,13 +143,14 @@ def make_app(
     routers = [
         make_openai_routes(service),
         make_model_routes(service),
-        make_old_routes(service),
+        APIRouter() if service.url_elsewhere else make_old_routes(service),
         make_file_routes(batches),
         make_batch_routes(service, batches),
-        make_page_routes(),
+        make_page_routes(has_page=not service.url_elsewhere),
     ]
     for router in routers:
         app.include_router(router)
+    app.state.elsewhere = service.url_elsewhere
     app.state.paths = {
         route.path
         for router in routers
@@ -246,6 +251,8 @@ def _describe_error(request: Request, error: HTTPException) -> str:
 
 def _find_remedy(request: Request, path: str) -> str:
     """Return what to do instead, if the path is of another API or stands at another place."""
+    if url := request.app.state.elsewhere:
+        return f"this server answers batches alone; send other requests to {url}. "
     for remedy, pattern in ELSEWHERE.items():
         if re.fullmatch(rf"/(v\d/)?({pattern})(/.*)?", path):
             return f"{remedy}. "

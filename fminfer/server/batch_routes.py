@@ -230,8 +230,9 @@ class _BatchRoutes:
         """Answer the requests of a file."""
         batches, owner = _require_batches(self._batches, request)
         batch_request = parse_batch(await self._service.bodies.read(request))
-        vectors = self._service.engine.intake.limits.vectors
-        check_endpoint(URLS[batch_request.endpoint], vectors)
+        if not self._service.url_elsewhere:
+            vectors = self._service.engine.intake.limits.vectors
+            check_endpoint(URLS[batch_request.endpoint], vectors)
         batch = await asyncio.to_thread(batches.create_batch, batch_request, owner)
         return make_json_response(batches.describe(batch))
 

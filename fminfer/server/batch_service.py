@@ -43,10 +43,10 @@ class BatchService:
         self._model_name = service.names[0]
         self._log = service.log.write
         context = BatchContext(
-            engine=service.engine,
+            engine=service.served,
             state=state,
             terms=RunTerms(
-                model=service.engine.model_name,
+                model=service.served.model_name,
                 fingerprint=state.fingerprint | {SERVED_NAME: self._model_name},
             ),
             model_name=self._model_name,

@@ -17,6 +17,7 @@ from fminfer.core.quantities import describe_bytes
 from fminfer.engine.engine_core import FURTHER_FIELDS, Delta, Event, Finished
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.runtime.engine_api import Engine
+from fminfer.server.batch_engine import BatchEngine
 from fminfer.server.http_errors import HttpError, shutting_down_error
 from fminfer.server.metrics import Metrics
 from fminfer.server.replies import Reply
@@ -43,7 +44,9 @@ class Dispatcher:
         queue_size: requests that may wait; 0: any number.
     """
 
-    def __init__(self, engine: Engine, queue_size: int, metrics: Metrics) -> None:
+    def __init__(
+        self, engine: Engine | BatchEngine, queue_size: int, metrics: Metrics
+    ) -> None:
         self._engine = engine
         self._cache = engine.runs.cache  # has answers that need not be computed
         self._metrics = metrics
@@ -272,6 +275,7 @@ class Dispatcher:
         self, fields: Mapping[str, Any], *, endpoint: Endpoint, compiles: bool = True
     ) -> tuple[PreparedRequest, Finished | None]:
         """Prepare a request, and find its answer if the cache has it, which may take a while."""
+        assert not isinstance(self._engine, BatchEngine), "it has no such routes"
         prepared = self._engine.prepare(fields, endpoint=endpoint, compiles=compiles)
         if self._cache is None:
             return prepared, None
@@ -281,6 +285,7 @@ class Dispatcher:
         self, prepared: PreparedRequest, request_id: int, *, is_streamed: bool
     ) -> None:
         """Add a request to the engine, unless its client leaves meanwhile."""
+        assert not isinstance(self._engine, BatchEngine), "it has no such routes"
         self._engine.add(prepared, is_streamed=is_streamed, request_id=request_id)
         with self._adding:
             self._num_added += 1
@@ -330,7 +335,7 @@ def _is_quick(fields: Mapping[str, Any]) -> bool:
     )
 
 
-def _count_begun(engine: Engine) -> int:
+def _count_begun(engine: Engine | BatchEngine) -> int:
     """Count the requests that no longer wait, without those of batches."""
     return engine.stats.num_begun - engine.stats.num_begun_behind
 

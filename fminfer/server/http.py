@@ -8,8 +8,10 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import click
 import uvicorn
@@ -17,6 +19,7 @@ import uvicorn
 from fminfer.answers.answer_index import AnswerIndex, open_answer_index
 from fminfer.core.errors import FminferError
 from fminfer.core.quantities import describe_dtypes, with_noun
+from fminfer.files.journal_rows import Fingerprint
 from fminfer.machine.host_memory import trim_host_memory
 from fminfer.machine.stopper import Stopper
 from fminfer.plan.run_plan import RunPlan
@@ -27,6 +30,7 @@ from fminfer.runtime.launch.processes import ProcessContext
 from fminfer.runtime.load.agreement import Opening
 from fminfer.runtime.process_roles import lead_or_join, start_engine
 from fminfer.server.asgi_app import make_app
+from fminfer.server.batch_engine import BatchEngine
 from fminfer.server.batch_service import BatchService
 from fminfer.server.batches.stored_batches import ServerState
 from fminfer.server.connections import (
@@ -60,18 +64,33 @@ def _serve_engine(
     compute: Compute,
 ) -> None:
     """Start the engine, and answer over HTTP; only the first process does so."""
-    raise_file_limit()
     # Both before a model is loaded for nothing.
     address = open_socket(settings)
-    state = _open_state(run, settings, plan)
+    state = None
+    if settings.state is not None:
+        state = open_state(run, settings.state, plan.fingerprint())
     if not run.is_quiet:
         click.echo(f"Loading {plan.checkpoint.name} …", err=True)
     engine = start_engine(run, plan, compute)
+    text = _describe_engine(engine)
+    serve_engine(run, settings, engine, address, state, plan.fingerprint, text)
+
+
+def serve_engine(
+    run: ProcessContext,
+    settings: ServerSettings,
+    engine: Engine | BatchEngine,
+    address: socket.socket,
+    state: ServerState | None,
+    compute_fingerprint: Callable[[], Fingerprint],
+    description: str,
+) -> None:
+    """Serve an engine until told to stop, and close it; `description` says what it is."""
+    raise_file_limit()
     try:
         if not run.is_quiet:
-            text = _describe_engine(engine)
-            click.echo(f"Ready after {run.elapsed_s():.1f} s: {text}.", err=True)
-        engine.runs.cache = _open_cache(run, settings, plan)
+            click.echo(f"Ready after {run.elapsed_s():.1f} s: {description}.", err=True)
+        engine.runs.cache = _open_cache(run, settings, compute_fingerprint)
         # Requests are prepared in threads. With Python's 5 ms, each step would wait so long.
         sys.setswitchinterval(SWITCH_S)
         gc.freeze()  # collections then look at requests, and not at all of torch
@@ -97,12 +116,14 @@ def _describe_engine(engine: Engine) -> str:
 
 
 def _open_cache(
-    run: ProcessContext, settings: ServerSettings, plan: RunPlan
+    run: ProcessContext,
+    settings: ServerSettings,
+    compute_fingerprint: Callable[[], Fingerprint],
 ) -> AnswerIndex | None:
     if settings.cache_place is None and not settings.cache_size:
         return None  # a fingerprint reads of every tensor
     return open_answer_index(
-        plan.fingerprint(),
+        compute_fingerprint(),
         settings.cache_place,
         (lambda text: None) if run.is_quiet else say,
         size=settings.cache_size,
@@ -110,15 +131,12 @@ def _open_cache(
     )
 
 
-def _open_state(
-    run: ProcessContext, settings: ServerSettings, plan: RunPlan
-) -> ServerState | None:
-    """Open the state folder, if there is to be one."""
-    path = settings.state
-    if path is None:
-        return None
+def open_state(
+    run: ProcessContext, path: Path, fingerprint: Fingerprint
+) -> ServerState:
+    """Open the state folder of a server whose answers have this fingerprint."""
     os.umask(0o077)  # this process writes for nobody else
-    state = ServerState(path, plan.fingerprint())
+    state = ServerState(path, fingerprint)
     if state.folder.was_narrowed and not run.is_quiet:
         click.echo(
             f"--state {path} could be read by others; now only you can.", err=True
@@ -127,7 +145,7 @@ def _open_state(
 
 
 def run_http(
-    engine: Engine,
+    engine: Engine | BatchEngine,
     settings: ServerSettings,
     stopper: Stopper,
     address: socket.socket,
@@ -174,7 +192,7 @@ class HttpThread(threading.Thread):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | BatchEngine,
         settings: ServerSettings,
         address: socket.socket,
         state: ServerState | None = None,
@@ -292,12 +310,14 @@ class HttpThread(threading.Thread):
                     )  # what large requests have left
             num_tokens = throughput.num_tokens
             if num_tokens != num_logged:
-                state = self.service.engine.state
+                state = self.service.served.state
                 rates = throughput.rates
+                fill = f", KV cache {state.kv_usage:.0%} full"
                 self.service.log.write(
                     "info",
-                    f"{state.num_running} running, {dispatcher.num_waiting} waiting, KV cache "
-                    f"{state.kv_usage:.0%} full; {rates.prompt_tokens:,.0f} prompt tokens/s, "
+                    f"{state.num_running} running, {dispatcher.num_waiting} waiting"
+                    f"{'' if self.service.url_elsewhere else fill}; "
+                    f"{rates.prompt_tokens:,.0f} prompt tokens/s, "
                     f"{rates.generation_tokens:,.0f} new tokens/s",
                 )
             num_logged = num_tokens

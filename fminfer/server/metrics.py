@@ -18,9 +18,11 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from fminfer.core.messages import RankMemory
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.stats import ObservableEngine
 from fminfer.runtime.engine_api import Engine
+from fminfer.server.batch_engine import BatchEngine
 from fminfer.server.batches.batch_run import RowKind
 from fminfer.server.batches.batch_work import BatchWork
 
@@ -79,7 +81,7 @@ HELPS = {
 class Metrics:
     """The metrics of one server, in a registry of its own. Any thread may call it."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: Engine | BatchEngine, model_name: str) -> None:
         self._registry = registry = CollectorRegistry()
         self._model_name = model_name
         self._engine = engine
@@ -149,28 +151,19 @@ class Metrics:
         """Yield what the engine and batches have counted, and how they stand."""
         stats = self._engine.stats
         state = self._engine.state
-        facts = self._engine.facts
         labels = (self._model_name,)
         yield from _make_families(
             GaugeMetricFamily,
             {
                 "vllm:num_requests_running": {labels: state.num_running},
                 "vllm:num_requests_waiting": {labels: state.num_waiting},
-                "vllm:kv_cache_usage_perc": {labels: state.kv_usage},
-                "fminfer:kv_cache_tokens": {labels: stats.num_kv_tokens},
-                "fminfer:same_answers": {labels: not facts.measured.why_dependent},
             },
         )
-        formats = (*labels, facts.weight_dtype, facts.dtype)
-        yield from _make_families(
-            GaugeMetricFamily,
-            {"fminfer:weight_bytes": {formats: facts.measured.weight_bytes}},
-            "format",
-            "dtype",
-        )
-        yield from _make_families(GaugeMetricFamily, self._make_memory_values(), "rank")
-        # Those that were fed or found in the cache: it never falls, as a counter must not.
-        num_prompt_tokens = stats.num_prompt_tokens + stats.num_cached_tokens
+        num_prompt_tokens = stats.num_prompt_tokens
+        if not isinstance(self._engine, BatchEngine):
+            yield from self._collect_model(self._engine)
+            # Those that were fed or found in the cache: it never falls, as a counter must not.
+            num_prompt_tokens += stats.num_cached_tokens
         cache = self._engine.runs.cache
         yield from _make_families(
             CounterMetricFamily,
@@ -193,6 +186,29 @@ class Metrics:
         if self.batches is not None:
             yield from self._collect_batches(self.batches)
 
+    def _collect_model(self, engine: Engine) -> Iterator[Metric]:
+        """Yield the memory of a model in this process and its ranks."""
+        facts = engine.facts
+        labels = (self._model_name,)
+        yield from _make_families(
+            GaugeMetricFamily,
+            {
+                "vllm:kv_cache_usage_perc": {labels: engine.state.kv_usage},
+                "fminfer:kv_cache_tokens": {labels: engine.stats.num_kv_tokens},
+                "fminfer:same_answers": {labels: not facts.measured.why_dependent},
+            },
+        )
+        formats = (*labels, facts.weight_dtype, facts.dtype)
+        yield from _make_families(
+            GaugeMetricFamily,
+            {"fminfer:weight_bytes": {formats: facts.measured.weight_bytes}},
+            "format",
+            "dtype",
+        )
+        yield from _make_families(
+            GaugeMetricFamily, self._make_memory_values(engine.memory), "rank"
+        )
+
     def _collect_batches(self, batches: BatchWork) -> Iterator[Metric]:
         labels = (self._model_name,)
         yield from _make_families(
@@ -205,10 +221,10 @@ class Metrics:
             CounterMetricFamily, {"fminfer:batch_rows": rows}, "kind"
         )
 
-    def _make_memory_values(self) -> Values:
+    def _make_memory_values(self, ranks: Sequence[RankMemory]) -> Values:
         """Return the peaks of all ranks, and the forecast of the memory that it is of."""
         values: Values = {}
-        for memory in self._engine.memory:
+        for memory in ranks:
             bytes_by_name = {"fminfer:peak_memory_bytes": memory.peak.host_bytes}
             if memory.is_on_gpu:
                 bytes_by_name["fminfer:gpu_peak_memory_bytes"] = (

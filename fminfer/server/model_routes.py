@@ -59,7 +59,8 @@ STATS = make_full_object_schema(
 def make_model_routes(service: Service) -> APIRouter:
     """Return the routes that compute nothing."""
     router = APIRouter(tags=["Model and server"])
-    _add_token_routes(router, service)
+    if not service.url_elsewhere:
+        _add_token_routes(router, service)
     _add_state_routes(router, service)
     return router
 
@@ -143,8 +144,8 @@ def _add_state_routes(router: APIRouter, service: Service) -> None:
 
 def _describe_state(service: Service) -> dict[str, Any]:
     rates = service.throughput.rates
-    cache = service.engine.runs.cache
-    state = service.engine.state
+    cache = service.served.runs.cache
+    state = service.served.state
     return {
         "model": service.names[0],
         "num_running": state.num_running,

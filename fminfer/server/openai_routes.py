@@ -45,10 +45,10 @@ _MODEL = extend_schema(
         object={"const": "model"},
         created=COUNT,
         owned_by=TEXT,
-        max_model_len=_CONTEXT,
     ),
     root=TEXT,
     parent=NULL,
+    max_model_len=_CONTEXT,
     has_chat_template=SWITCH,
 )
 _MODELS = make_full_object_schema(
@@ -172,9 +172,10 @@ def make_openai_routes(service: Service) -> APIRouter:
     """Return the routes of the OpenAI API, and of what it lacks for vectors.
 
     Those of another kind of model refuse each request, with what to ask instead.
+    A server of batches alone has only those of its model.
     """
     router = APIRouter()
-    for path, endpoint in ALL_URLS.items():
+    for path, endpoint in {} if service.url_elsewhere else ALL_URLS.items():
         _add_endpoint(router, service, path, endpoint)
     _add_model_routes(router, service)
     return router
@@ -273,13 +274,17 @@ def _pop_stream_fields(fields: dict[str, Any], endpoint: Endpoint) -> tuple[bool
 
 
 def _describe_model(service: Service, name: str) -> dict[str, Any]:
-    return {
+    description = {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "fminfer",
-        "root": service.engine.model_name,
+        "root": service.served.model_name,
         "parent": None,
+    }
+    if service.url_elsewhere:
+        return description
+    return description | {
         "max_model_len": service.engine.context_length,
         "has_chat_template": service.engine.intake.has_chat_template,
     }

@@ -16,6 +16,7 @@ from fminfer.contract.fields import describe_value
 from fminfer.contract.json_object import dump_json
 from fminfer.core.errors import make_printable
 from fminfer.runtime.engine_api import Engine
+from fminfer.server.batch_engine import BatchEngine
 from fminfer.server.dispatcher import Dispatcher
 from fminfer.server.http_errors import JSON, HttpError
 from fminfer.server.metrics import Metrics, Throughput
@@ -47,14 +48,16 @@ class ServerLog:
 class Service:
     """What routes need of an engine that is served."""
 
-    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine | BatchEngine, settings: ServerSettings) -> None:
+        self.served = engine
+        # where requests that are no batches are answered; "": here
+        self.url_elsewhere = engine.facts.url if isinstance(engine, BatchEngine) else ""
         served_names = settings.served_model_names
         # of the model; the first one is in answers
         self.names = served_names or (engine.model_name,)
         self.accepted = frozenset(self.names)  # what a request may call it
         if not served_names:
-            path = engine.config.model or engine.model_name
+            path = engine.intake.limits.config.model or engine.model_name
             line_names = engine.intake.limits.model_names or frozenset()
             self.accepted |= line_names | {path, str(Path(path))}
         # in seconds since 1970: when the model was ready
@@ -65,6 +68,12 @@ class Service:
         self.throughput = Throughput(engine)
         self.dispatcher = Dispatcher(engine, settings.queue_size, self.metrics)
         self.bodies = BodyReader(settings.max_body_bytes)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of requests that are no batches."""
+        assert not isinstance(self.served, BatchEngine), "it has no such routes"
+        return self.served
 
     def check_model(self, name: object) -> None:
         """Raise an HttpError for another model's name, if that is wanted, or for a long one."""
@@ -77,7 +86,7 @@ class Service:
                 param="model",
             )
         if (
-            self.engine.config.check_model
+            self.served.intake.limits.config.check_model
             and name is not None
             and name not in self.accepted
         ):

@@ -16,8 +16,10 @@ import pytest
 
 import fminfer
 from fminfer.answers.answer_index import (
+    NOT_OF_ANSWERS,
     AnswerIndex,
     RecentAnswers,
+    answer_terms,
     make_answer_key,
     open_answer_index,
 )
@@ -31,7 +33,6 @@ from fminfer.engine.engine_core import Finished
 from fminfer.engine.observation import Observation
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.models.checkpoint import open_checkpoint, open_model
-from fminfer.models.fingerprint import NOT_OF_ANSWERS, answer_terms
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.plan.planning import plan_ahead
 from fminfer.text.encoded_prompt import EncodedPrompt

@@ -47,7 +47,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Record what would be served, and serve nothing; the extra need not be installed."""
     found: list[Any] = []
     monkeypatch.setattr(serve_command, "_require_extra", lambda: None)
-    monkeypatch.setattr(serve_command, "_run_server", lambda *told: found.extend(told))
+    monkeypatch.setattr(
+        serve_command, "_run_server", lambda *told: found.extend(told[:4])
+    )
     return found
 
 

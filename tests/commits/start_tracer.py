@@ -159,10 +159,12 @@ def start_engine(tracer: StartTracer) -> None:
 
 def run_command(tracer: StartTracer, source: str, output: str) -> None:
     """Run the command with the demo model on the CPU."""
-    import fminfer.job.answering
+    import fminfer.job.model_answering
     from fminfer.cli.app import main
 
-    assert fminfer.job.answering is not None, "its imports are no part of the walk"
+    assert fminfer.job.model_answering is not None, (
+        "its imports are no part of the walk"
+    )
     words = ["run", source, "--output", output, "--device", "cpu", "--quiet"]
     tracer.start()
     try:

@@ -123,6 +123,8 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path) -> None:
     newer |= {".engine.num_label_tokens", ".labels"}
     newer |= {".engine.num_open_thoughts", ".engine.num_ended_thoughts"}
     newer |= {".engine.num_truncated_thoughts"}
+    newer |= {".servers", ".server_kind", ".cost"}
+    newer |= {".num_sent_again", ".num_without_usage"}
     assert names_in(stats) == known | newer
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from fminfer.answers.answer_store import FILE
 from fminfer.cli.app import main
-from fminfer.job.answering import _make_request
+from fminfer.job.model_answering import _make_request
 
 ROOMS = "How do you go from the den to the porch?"
 PLAIN = f"Question: {ROOMS}\nAnswer:"

@@ -198,7 +198,7 @@ def test_a_run_whose_engine_does_not_start_says_why(
     def fail(*arguments: object) -> None:
         raise MachineError("no memory is left")
 
-    monkeypatch.setattr("fminfer.job.answering.start_engine", fail)
+    monkeypatch.setattr("fminfer.job.model_answering.start_engine", fail)
     found = call("run", *FLAGS, write_rows(tmp_path / "in.jsonl", 1))
     assert found.exit_code == 1 and "no memory is left" in found.stderr
     assert "Loading fminfer-demo (" in found.stderr

@@ -23,7 +23,7 @@ from fminfer.files.ordered_output import write_ordered_output
 from fminfer.files.output_paths import STDOUT, require_output_paths
 from fminfer.files.status_file import StatusFile, read_status
 from fminfer.files.storage import RemoteFolders
-from fminfer.job import answering
+from fminfer.job import model_answering
 from fminfer.job.run_inputs import NamedFiles, RunInputs, open_files
 from fminfer.job.run_paths import JobPaths, check_no_other_model
 from fminfer.job.run_summary import JobSummary
@@ -286,10 +286,10 @@ def test_a_rank_that_is_started_by_hand_refuses_lines_of_another_model(
         role=SimpleNamespace(spread=ALONE),
     )
     monkeypatch.setattr(
-        answering, "lead_or_join", lambda run, opening, lead: opening(0)
+        model_answering, "lead_or_join", lambda run, opening, lead: opening(0)
     )
     with pytest.raises(UsageError, match='model is "other", and no --model-name'):
-        answering.run_process(run)
+        model_answering.run_process(run)
 
 
 def test_a_watched_folder_has_no_single_output(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 
 import fminfer
+from fminfer.answers.answer_index import answer_terms
 from fminfer.cli.app import main
 from fminfer.compute.attention.kernel_attention import CpuAttention
 from fminfer.compute.formats.dense import Dense, make_dense_weight
@@ -22,7 +23,6 @@ from fminfer.core.errors import UsageError
 from fminfer.forward.registry import Registry
 from fminfer.machine import processor
 from fminfer.models.checkpoint import open_model
-from fminfer.models.fingerprint import answer_terms
 from fminfer.plan import machine_facts
 from fminfer.plan.planning import make_plan, plan_ahead
 from fminfer.plan.run_plan import RunPlan

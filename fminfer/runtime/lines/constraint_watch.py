@@ -16,7 +16,7 @@ from fminfer.core.config import Constraint
 from fminfer.core.messages import ConstraintMass
 from fminfer.core.quantities import describe_share, list_few
 from fminfer.engine.engine_core import Finished
-from fminfer.engine.intake import Intake
+from fminfer.engine.intake import LineParser
 from fminfer.engine.observation import LabelSpelling, Observation, ObservedMass
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.runtime.lines.line_intake import Answer, LineRequest, NameLine
@@ -69,7 +69,7 @@ class MassTally:
 class ConstraintWatch:
     """Chooses the rows of a run that are measured, and sums up what was measured."""
 
-    def __init__(self, intake: Intake, name_line: NameLine) -> None:
+    def __init__(self, intake: LineParser, name_line: NameLine) -> None:
         self._intake = intake
         self._name_line = name_line
         self._tallies: dict[Constraint | str, MassTally] = {}

@@ -18,7 +18,7 @@ from fminfer.contract.responses import make_response_head, make_result
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.errors import line_error
 from fminfer.engine.engine_core import Failed, Finished
-from fminfer.engine.intake import IncomingRequest, Intake
+from fminfer.engine.intake import IncomingRequest, LineParser
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.engine.vector_answer import make_answer_head
 
@@ -78,7 +78,7 @@ class LineIntake:
 
     def __init__(
         self,
-        intake: Intake,
+        intake: LineParser,
         check: Callable[[Envelope], None] | None = None,
         name_line: NameLine | None = None,
     ) -> None:

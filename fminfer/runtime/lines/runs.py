@@ -13,7 +13,7 @@ from fminfer.contract.envelope import Envelope, Line, make_line
 from fminfer.contract.record import Record
 from fminfer.core.errors import UsageError
 from fminfer.engine.engine_core import EngineCore, Event
-from fminfer.engine.intake import Intake
+from fminfer.engine.intake import LineParser
 from fminfer.runtime.lines.constraint_watch import ConstraintWatch
 from fminfer.runtime.lines.lanes import Lane, Lanes
 from fminfer.runtime.lines.line_intake import LineIntake, NameLine, RecordForm
@@ -27,7 +27,12 @@ class Runs:
     """Starts runs, and keeps their events apart from those of other requests."""
 
     def __init__(
-        self, core: EngineCore, intake: Intake, model_name: str, *, has_long_steps: bool
+        self,
+        core: EngineCore,
+        intake: LineParser,
+        model_name: str,
+        *,
+        has_long_steps: bool,
     ) -> None:
         self.cache: AnswerIndex | None = None  # has answers; whoever sets it closes it
         self.lanes = Lanes(core)  # of runs behind all other requests

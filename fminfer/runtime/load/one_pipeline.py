@@ -30,6 +30,7 @@ from fminfer.pipeline.ring import RingPipeline, serve_stage
 from fminfer.pipeline.watch import Fault
 from fminfer.plan.pass_time import limit_step
 from fminfer.plan.run_plan import RunPlan
+from fminfer.runtime.job_engine import OnStep, OnWork
 from fminfer.runtime.load.agreement import END_S
 from fminfer.runtime.load.assembly import build_loop, find_end_ids, make_nan_explanation
 from fminfer.runtime.load.builder import LoadedPart, build
@@ -39,9 +40,6 @@ from fminfer.runtime.load.properties import (
     PipelineProperties,
 )
 from fminfer.text.tokenizer import Tokenizer
-
-OnWork = Callable[[int, int, int], None]  # tokens fed, and drawn; sequences that run
-OnStep = Callable[[StepTrace], None]
 
 
 class OnePipeline:

@@ -25,8 +25,8 @@ from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.models.fingerprint import digest_weight_files, name_different_files
 from fminfer.pipeline.watch import Fault
 from fminfer.plan.run_plan import RunPlan
+from fminfer.runtime.job_engine import OnStep, OnWork
 from fminfer.runtime.load.agreement import replace_plan
-from fminfer.runtime.load.one_pipeline import OnStep, OnWork
 from fminfer.runtime.load.properties import PipelineProperties
 from fminfer.runtime.team.team_messages import END, GO_ON, Ask, Cancel, Report, receive
 from fminfer.runtime.team.team_process import SentRequest, StreamPosition, TeamPipeline

@@ -34,6 +34,7 @@ from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.lanes import Lane
 from fminfer.runtime.lines.line_intake import RecordForm
 from fminfer.runtime.lines.runner import WINDOW
+from fminfer.server.batch_engine import BatchEngine
 from fminfer.server.batches.batch_ends import (
     check_fingerprint,
     count_finished,
@@ -68,7 +69,7 @@ RowKind = Literal["answer", "error"]
 class BatchContext:
     """What the runs of all batches share."""
 
-    engine: Engine
+    engine: Engine | BatchEngine
     state: ServerState
     terms: RunTerms
     model_name: str
