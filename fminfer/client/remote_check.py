@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -12,11 +11,9 @@ from typing import Any
 
 import orjson
 
-from fminfer.client.engine_key import read_engine_key
-from fminfer.client.remote_engine import RemoteEngine, make_remote_intake
+from fminfer.client.remote_engine import RemoteEngine, check_choices
 from fminfer.client.remote_options import RemoteOptions
 from fminfer.client.remote_request import RemoteRequest
-from fminfer.client.server_finding import find_servers
 from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig
 from fminfer.core.quantities import list_few, with_noun
@@ -100,10 +97,8 @@ class RemoteCheck:
     """Finds servers, and checks lines of files for them."""
 
     def __init__(self, config: EngineConfig, options: RemoteOptions) -> None:
-        key = read_engine_key(options, os.environ)
-        self._servers = find_servers(options, config.model, key, say)
-        self._intake = make_remote_intake(config, self._servers[0])
-        self._engine = RemoteEngine(self._servers, options, key, self._intake)
+        self._urls = options.urls
+        self._engine = RemoteEngine.connect(config, options, say)
 
     def run(
         self,
@@ -112,18 +107,14 @@ class RemoteCheck:
         add_error: Callable[[Record], None],
     ) -> RemoteReport:
         """Check lines as a run would, and try one token for each set of their fields."""
-        facts = self._servers[0]
-        report = RemoteReport(
-            facts.model,
-            [each.url for each in self._servers],
-            facts.kind,
-        )
-        row_template = row_requests.make_template(
-            self._intake.choose_text_field, inputs
-        )
+        facts = self._engine.facts
+        intake = self._engine.intake
+        report = RemoteReport(facts.model, self._urls, facts.kind)
+        check_choices(row_requests.table, facts)
+        row_template = row_requests.make_template(intake.choose_text_field, inputs)
         sets: dict[tuple[str, ...], FieldSet] = {}
         trials: dict[int, FieldSet] = {}
-        line_intake = LineIntake(self._intake)
+        line_intake = LineIntake(intake)
         for line in chain.from_iterable(
             read_lines(path, source, row_template=row_template)
             for source, path in enumerate(inputs)

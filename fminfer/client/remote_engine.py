@@ -17,8 +17,9 @@ from fminfer.client.remote_options import RemoteOptions
 from fminfer.client.server_facts import ServerFacts
 from fminfer.client.server_finding import find_servers
 from fminfer.core.config import EngineConfig
-from fminfer.core.errors import StoppedError
+from fminfer.core.errors import StoppedError, UsageError
 from fminfer.engine.engine_core import Event
+from fminfer.files.tables.table_options import TableOptions
 from fminfer.runtime.job_engine import EngineTraits, OnStep, OnWork
 from fminfer.runtime.lines.runs import Runs
 
@@ -102,6 +103,16 @@ class RemoteEngine(RemoteCore):
             self._costs = None  # told once
             self._end_run(end)
         return events
+
+
+def check_choices(table: TableOptions, facts: ServerFacts) -> None:
+    """Raise a UsageError for --choices if servers tell no probabilities of labels."""
+    if table.choices is not None and facts.dialect != "fminfer":
+        raise UsageError(
+            f"--choices asks for the probability of each label, which "
+            f"{DIALECTS[facts.dialect].title} does not tell. For labels alone give "
+            '--field \'structured_outputs={"choice": ["yes", "no"]}\''
+        )
 
 
 def make_remote_intake(config: EngineConfig, facts: ServerFacts) -> RemoteIntake:

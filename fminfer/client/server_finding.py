@@ -162,8 +162,9 @@ def _choose_entry(
     if model_name is None:
         if len(entries) == 1:
             return entries[0]
+        hint = "" if url.endswith("/v1") else ", or write /v1 behind the URL"
         raise UsageError(
-            f"{url} lists the models {quote(listed, '')}. Name one with --model-name"
+            f"{url} lists the models {quote(listed, '')}. Name one with --model-name{hint}"
         )
     if names and model_name not in names:
         raise UsageError(

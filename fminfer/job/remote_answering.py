@@ -14,7 +14,7 @@ from fminfer.answers.line_counter import LineCounter
 from fminfer.client.costs import BILLED_BEFORE, Costs, read_billed_tokens
 from fminfer.client.dialects import TRANSLATION
 from fminfer.client.engine_key import read_engine_key
-from fminfer.client.remote_engine import RemoteEngine, make_remote_intake
+from fminfer.client.remote_engine import RemoteEngine, check_choices, make_remote_intake
 from fminfer.client.remote_options import RemoteOptions
 from fminfer.client.server_facts import ServerFacts
 from fminfer.client.server_finding import find_servers
@@ -97,7 +97,8 @@ class _RemoteJob(AnsweringJob):
 
     def make_terms(self) -> RunTerms:
         """Return what holds for every input."""
-        has_template = self.run.job.table.has_template
+        table = self.run.job.table
+        check_choices(table, self._servers[0])
         return make_run_terms(
             self.run,
             self.output_paths,
@@ -105,7 +106,9 @@ class _RemoteJob(AnsweringJob):
             self.fingerprint,
             print_line=self.print_line,
             count_lines=lambda: LineCounter(self._intake),
-            choose_text_field=self._intake.choose_text_field if has_template else None,
+            choose_text_field=self._intake.choose_text_field
+            if table.has_template
+            else None,
         )
 
     def make_summary(self) -> JobSummary:

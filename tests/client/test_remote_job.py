@@ -188,6 +188,22 @@ def test_a_check_tries_each_set_of_fields_once(tmp_path: Path) -> None:
     assert [each["num_lines"] for each in report["sets"]] == [5, 5]
 
 
+def test_labels_of_a_table_are_asked_without_probabilities(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("text\na\n<b>\n")
+    template = ("in.csv", "--raw", "--prompt-template", "{{ text }}")
+    with StandIn() as server:
+        arguments = (*template, "--engine", server.url)
+        for command in ("run", "check"):
+            more = ("--choices", "<a>,<b>")
+            status, _, err = run(*arguments, *more, command=command, cwd=tmp_path)
+            assert status == 2 and "vLLM does not tell" in err and "--field" in err
+        choices = 'structured_outputs={"choice": ["<a>", "<b>"]}'
+        status, _, err = run(*arguments, "--field", choices, cwd=tmp_path)
+    assert status == 3 and "1 answered" in err
+    error = json.loads((tmp_path / "output_in.errors.jsonl").read_text())
+    assert error["line"] == 2 and error["error"]["code"] == "constraint_broken"
+
+
 @pytest.mark.parametrize("name", ["in.jsonl", "-"])
 def test_answers_may_go_to_stdout(tmp_path: Path, name: str) -> None:
     path = save_lines(tmp_path / "in.jsonl", *make_lines(6))
