@@ -8,9 +8,11 @@ from typing import Any
 from fminfer.client.held_answers import check_held
 from fminfer.client.remote_request import RemoteRequest
 from fminfer.client.server_trouble import ServerTroubleError
+from fminfer.client.verdicts import quote
 from fminfer.core.errors import RequestError
 from fminfer.engine.engine_core import Failed, Finished
 
+MOST_TOKENS = 10**9  # of one answer
 MAX_SHOWN = 300  # characters of a server's own words
 # What a choice has beside its text, if a server says it: in this order, of these types.
 KEPT_FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -41,7 +43,7 @@ class _Choice:
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
-    calls: dict[int, dict[str, list[str]]] = field(default_factory=dict)
+    calls: list[tuple[int, dict[str, list[str]]]] = field(default_factory=list)
     lists: dict[str, list[Any]] = field(default_factory=dict)  # logprobs, token ids
     fields: dict[str, Any] = field(default_factory=dict)
     finish_reason: str = ""
@@ -75,7 +77,13 @@ class _Choice:
     def _add_call(self, piece: dict[str, Any], place: int) -> None:
         """Add a part of a call: its name comes first, and its arguments bit by bit."""
         index = _require(piece.get("index", place), int)
-        call = self.calls.setdefault(index, {"id": [], "name": [], "arguments": []})
+        new_id = piece.get("id")
+        begun = [call for number, call in self.calls if number == index]
+        # some servers give each call the index 0
+        if not begun or (new_id and begun[-1]["id"] not in ([], [new_id])):
+            begun = [{"id": [], "name": [], "arguments": []}]
+            self.calls.append((index, begun[0]))
+        call = begun[-1]
         for name, text in {
             **(piece.get("function") or {}),
             "id": piece.get("id"),
@@ -104,7 +112,8 @@ class _Choice:
                 message["reasoning_content"] = "".join(self.thoughts)
             if self.calls:
                 message["tool_calls"] = [
-                    _build_call(call) for _, call in sorted(self.calls.items())
+                    _build_call(call)
+                    for _, call in sorted(self.calls, key=lambda each: each[0])
                 ]
             choice = {"index": index, "message": message}
         logprobs = self._build_logprobs(request)
@@ -173,10 +182,12 @@ def _require(value: Any, kind: type | tuple[type, ...]) -> Any:
     return value
 
 
-def _read_count(usage: dict[str, Any], name: str) -> int:
+def read_count(usage: Any, name: str) -> int:
     """Return a count of tokens; 0 for what is none."""
-    value = usage.get(name)
-    return max(0, value) if isinstance(value, int) else 0
+    value = usage.get(name) if isinstance(usage, dict) else None
+    if not isinstance(value, int) or isinstance(value, bool):
+        return 0
+    return value if 0 <= value <= MOST_TOKENS else 0
 
 
 class AnswerBuilder:
@@ -207,7 +218,7 @@ class AnswerBuilder:
         if error := chunk.get("error"):
             text = error.get("message") if isinstance(error, dict) else error
             raise ServerTroubleError(
-                f"it sent an error in place of an answer: {text!s:.{MAX_SHOWN}}"
+                f"it sent an error in place of an answer: {quote(str(text), '')}"
             )
         usage = _require(chunk.get("usage") or {}, dict)
         if self._request.kind in ENTRY_FIELDS:
@@ -254,8 +265,8 @@ class AnswerBuilder:
             return self._usage
         # llama-server counts each choice by itself
         n = self._request.params.n if len(usages) > 1 else 1
-        num_prompt = sum(_read_count(each, "prompt_tokens") for each in usages) // n
-        num_drawn = sum(_read_count(each, "completion_tokens") for each in usages)
+        num_prompt = sum(read_count(each, "prompt_tokens") for each in usages) // n
+        num_drawn = sum(read_count(each, "completion_tokens") for each in usages)
         counts = {"prompt_tokens": num_prompt, "completion_tokens": num_drawn}
         return usages[0] | counts
 
@@ -301,19 +312,19 @@ class AnswerBuilder:
     def _build_usage(self) -> dict[str, Any]:
         """Return the usage as our own engine writes it; zeros where the server has none."""
         counted = self.usage or {}
-        usage = {"prompt_tokens": _read_count(counted, "prompt_tokens")}
+        usage = {"prompt_tokens": read_count(counted, "prompt_tokens")}
         if self._entries is None:
-            usage["completion_tokens"] = _read_count(counted, "completion_tokens")
-        details = counted.get("prompt_tokens_details") or {}
+            usage["completion_tokens"] = read_count(counted, "completion_tokens")
+        details = counted.get("prompt_tokens_details")
         built: dict[str, Any] = {
             **usage,
             "total_tokens": sum(usage.values()),
             "prompt_tokens_details": {
-                "cached_tokens": _read_count(details, "cached_tokens")
+                "cached_tokens": read_count(details, "cached_tokens")
             },
         }
-        drawn = counted.get("completion_tokens_details") or {}
-        if num_thought := _read_count(drawn, "reasoning_tokens"):
+        drawn = counted.get("completion_tokens_details")
+        if num_thought := read_count(drawn, "reasoning_tokens"):
             built["completion_tokens_details"] = {"reasoning_tokens": num_thought}
         return built if counted else built | {"is_missing": True}
 
@@ -328,6 +339,9 @@ class AnswerBuilder:
                 )
             if choice.finish_reason == "length":  # it is cut, and says so itself
                 continue
+            if choice.refusals and request.constraint is not None:
+                words = quote("".join(choice.refusals), "")
+                return RequestError("refused_by_server", f"the model refuses: {words}")
             fault = ""
             if request.constraint is not None:
                 fault = check_held(request.constraint, choice.text)

@@ -35,28 +35,47 @@ class Tokens:
     @classmethod
     def of_stats(cls, stats: EngineStats) -> Tokens:
         """Return those of a run."""
-        return cls(stats.num_prompt_tokens, stats.num_generated_tokens)
+        num_prompt = stats.num_prompt_tokens + stats.num_cached_tokens
+        return cls(num_prompt, stats.num_generated_tokens)
 
 
 def read_billed_tokens(outputs: Iterable[Path]) -> Tokens:
     """Return the tokens that earlier runs of these outputs were billed.
 
-    A status file names its last runs; the oldest of them tells of those before it.
+    A status file names its last runs, and each of them tells of those before it.
     """
-    by_run: dict[str, Tokens] = {}
-    oldest = Tokens()
-    for output in outputs:
-        runs = [run for run in parse_runs(read_status(output)) if BILLED_BEFORE in run]
-        for run in runs:
-            stats = run.get("stats") or {}
-            by_run[str(run.get("id"))] = Tokens(
-                _read_count(stats.get("num_prompt_tokens")),
-                _read_count(stats.get("num_generated_tokens")),
-            )
-        if runs:
-            counts = [_read_count(each) for each in runs[0][BILLED_BEFORE][:2]]
-            oldest = max(oldest, Tokens(*counts), key=lambda each: each.num_prompt)
-    return sum(by_run.values(), oldest)
+    runs = {
+        str(run.get("id")): run
+        for output in outputs
+        for run in parse_runs(read_status(output))
+        if isinstance(run.get(BILLED_BEFORE), list)
+    }
+    befores = {name: _read_before(run) for name, run in runs.items()}
+    base = max(befores.values(), key=_count_all, default=Tokens())
+    # Earlier runs are in the base; those that began beside each other are not.
+    later = (
+        runs[name] for name in runs if _count_all(befores[name]) >= _count_all(base)
+    )
+    return sum(map(_read_own, later), base)
+
+
+def _count_all(tokens: Tokens) -> int:
+    return tokens.num_prompt + tokens.num_generated
+
+
+def _read_before(run: dict[str, Any]) -> Tokens:
+    counts = [*map(_read_count, run[BILLED_BEFORE]), 0, 0]
+    return Tokens(*counts[:2])
+
+
+def _read_own(run: dict[str, Any]) -> Tokens:
+    """Return what one run was billed."""
+    stats = run.get("stats") or {}
+    num_fed, num_cached, num_generated = (
+        _read_count(stats.get(f"num_{name}_tokens"))
+        for name in ("prompt", "cached", "generated")
+    )
+    return Tokens(num_fed + num_cached, num_generated)
 
 
 def _read_count(value: Any) -> int:

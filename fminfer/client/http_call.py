@@ -171,7 +171,7 @@ class HttpServer:
         )
 
     async def _read_answer(self, response: Any, call: HttpCall) -> None:
-        media_type = response.headers.get("content-type", "")
+        media_type = response.headers.get("content-type", "").lower()
         is_stream = media_type.startswith("text/event-stream")
         num_bytes = 0
         unread = bytearray()
@@ -212,8 +212,6 @@ class HttpServer:
 
     def _parse(self, text: bytes, call: HttpCall) -> dict[str, Any]:
         """Return an object of a response; note its model."""
-        if self._key and b'"error"' in text:  # which may quote the key
-            text = text.replace(self._key.encode(), b"[key]")
         try:
             fields = orjson.loads(text)
         except orjson.JSONDecodeError:

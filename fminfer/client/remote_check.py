@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from fminfer.client.dialects import Dialect
 from fminfer.client.remote_engine import RemoteEngine, check_choices
 from fminfer.client.remote_options import RemoteOptions
 from fminfer.client.remote_request import RemoteRequest
@@ -93,12 +94,18 @@ class RemoteReport:
         return "\n".join(lines)
 
 
+class _TrialEngine(RemoteEngine):
+    """Has each trial answered, also if all are refused."""
+
+    is_shared = True
+
+
 class RemoteCheck:
     """Finds servers, and checks lines of files for them."""
 
     def __init__(self, config: EngineConfig, options: RemoteOptions) -> None:
         self._urls = options.urls
-        self._engine = RemoteEngine.connect(config, options, say)
+        self._engine = _TrialEngine.connect(config, options, say)
 
     def run(
         self,
@@ -133,7 +140,9 @@ class RemoteCheck:
                     request.endpoint, [*key[1:]], first_line=line.number
                 )
                 if len(sets) <= MAX_SETS:
-                    trials[self._engine.add(_make_trial(request, body))] = sets[key]
+                    trials[
+                        self._engine.add(_make_trial(request, body, intake.dialect))
+                    ] = sets[key]
             sets[key].num_lines += 1
         report.num_requests = len(trials)
         self._try_requests(trials)
@@ -157,8 +166,13 @@ def _require_remote(opened: LineRequest) -> RemoteRequest:
     return request
 
 
-def _make_trial(request: RemoteRequest, body: dict[str, Any]) -> RemoteRequest:
+def _make_trial(
+    request: RemoteRequest, body: dict[str, Any], dialect: Dialect
+) -> RemoteRequest:
     """Return a request that costs one token."""
+    most_name = dialect.find_name(request.endpoint, "max_tokens")
+    if most_name is not None:
+        body = {most_name: 1} | body
     bounds = {name: most for name, most in BOUNDS.items() if name in body}
     params = replace(request.params, n=1, best_of=1)
     trial = orjson.dumps(body | bounds)

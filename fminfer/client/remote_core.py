@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
-from fminfer.client.answer_builder import AnswerBuilder
+from fminfer.client.answer_builder import AnswerBuilder, read_count
 from fminfer.client.flow import Flow
 from fminfer.client.http_call import HttpCall, HttpServer
 from fminfer.client.remote_options import RemoteOptions
@@ -30,7 +30,7 @@ from fminfer.client.server_facts import ServerFacts
 from fminfer.client.server_finding import check_alike, read_facts
 from fminfer.client.server_trouble import ServerTroubleError
 from fminfer.client.verdicts import MissingError, RefusalError, hide_key
-from fminfer.core.errors import RequestError, ServerError, line_error
+from fminfer.core.errors import RequestError, ServerError, UsageError, line_error
 from fminfer.core.timing import RowClock, RowTimes
 from fminfer.engine.engine_core import BEHIND_ALL, Event, Failed
 from fminfer.engine.sequence import PreparedRequest
@@ -59,6 +59,7 @@ class _Server:
     flow: Flow
     num_running: int = 0
     answered_s: float = 0.0  # its last answer, or refusal
+    seen_s: float = 0.0  # when it was last there again
     num_pauses: int = 0  # since its last answer
     pauses_until_s: float = 0.0
     is_unsure: bool = (
@@ -77,7 +78,9 @@ class _Server:
         self.pauses_until_s = time.perf_counter() + pause_s
         self.num_pauses += 1
         self.is_unsure = True
-        self.trouble = str(error)
+        url = self.http.facts.url
+        text = str(error).rstrip(".")
+        self.trouble = text if url in text else f"{url}: {text}"
 
 
 @dataclass(slots=True, eq=False)
@@ -397,10 +400,11 @@ class RemoteCore:
         request.times.first_token_s = call.first_data_s
         self._clock.stop(request.times, time.perf_counter())
         usage = call.builder.usage or {}
-        details = usage.get("prompt_tokens_details") or {}
-        self.stats.num_cached_tokens += details.get("cached_tokens") or 0
-        self.stats.num_prompt_tokens += usage.get("prompt_tokens") or 0
-        self.stats.num_generated_tokens += usage.get("completion_tokens") or 0
+        num_cached = read_count(usage.get("prompt_tokens_details"), "cached_tokens")
+        num_fed = max(0, read_count(usage, "prompt_tokens") - num_cached)
+        self.stats.num_cached_tokens += num_cached
+        self.stats.num_prompt_tokens += num_fed
+        self.stats.num_generated_tokens += read_count(usage, "completion_tokens")
 
     def _late_error(self, server: _Server) -> ServerTroubleError:
         return ServerTroubleError(
@@ -413,25 +417,21 @@ class RemoteCore:
     ) -> Event | None:
         """Queue a request again, in a while; return its error if it failed too often."""
         now_s = time.perf_counter()
-        server.trouble = str(error)
         self._trouble_since_s = min(self._trouble_since_s, now_s)
         # A server refuses what it has no room for at once, before its next answer.
         since_s = now_s - RECENT_S if error.is_overload else now_s
         is_answering = server.answered_s > min(request.failed_s, since_s)
-        # The last ones have no others beside them, whose answers would clear the server.
-        is_last = self._first_events is None and len(self._requests) <= FEW
-        request.num_failures += is_answering or is_last
+        request.num_failures += is_answering
         most = MOST_OVERLOADS if error.is_overload else MOST_FAILURES
         if request.num_failures >= most:
-            text = f"servers failed at it {request.num_failures} times, and answered others"
-            text += f". At last {error}"
-            return Failed(request.id, RequestError("server_failed", text))
+            num_times = f"{request.num_failures} times, and answered others"
+            return _make_server_failure(request, f"{num_times}. At last {error}")
         if is_answering:
             server.flow.count_trouble(now_s)
         elif server.pauses_until_s <= now_s:
             server.pause(error, self._options.engine_patience_s)
             if server.num_pauses == 1:
-                self._print_note(f"{error}. It is asked again, and so are others")
+                self._print_note(f"{server.trouble}. Requests are sent again")
         request.failed_at = server
         request.failed_s = now_s
         self.num_sent_again += 1
@@ -466,6 +466,10 @@ class RemoteCore:
                 f"answered. The last: {errors[-1]}"
             )
 
+    def trust_servers(self) -> None:
+        """Take no number of refusals for a fault of the servers': they have answered before."""
+        self._first_events = None
+
     def _release_first_events(self) -> None:
         self._events += self._first_events or []
         self._first_events = None
@@ -489,6 +493,15 @@ class RemoteCore:
                 task.cancel()
         if now_s - self._trouble_since_s > self._options.engine_patience_s:
             troubles = "; ".join(each.trouble for each in self._servers if each.trouble)
+            was_seen = (
+                max(each.seen_s for each in self._servers) > self._trouble_since_s
+            )
+            # The last ones have no others beside them, whose answers clear the servers.
+            if was_seen and self._first_events is None and len(self._requests) <= FEW:
+                for request in [*self._requests.values()]:
+                    self.cancel(request.id)
+                    self._events.append(_make_server_failure(request, troubles))
+                return
             self._failure = self._failure or ServerError(
                 f"no server has answered anything for {self._options.engine_patience_s:g} s "
                 f"(--engine-patience): {troubles}. Finished rows are kept; run the same "
@@ -505,6 +518,7 @@ class RemoteCore:
         try:
             await self._read_facts(server)
             server.is_unsure = False
+            server.seen_s = time.perf_counter()
             self._print_note(f"{server.http.facts.url} is there, and gets requests")
         except ServerTroubleError as error:
             server.pause(error, self._options.engine_patience_s)
@@ -528,11 +542,21 @@ class RemoteCore:
     async def _read_facts(self, server: _Server) -> None:
         """Read what a server serves now; raise if it is not what it was."""
         facts = server.http.facts
-        async with server.http.open_client() as client:
-            now_facts = await read_facts(
-                client, facts.url, self._options, facts.model, self._key
-            )
-        check_alike(facts, now_facts)
+        try:
+            async with server.http.open_client() as client:
+                now_facts = await read_facts(
+                    client, facts.url, self._options, facts.model, self._key
+                )
+            check_alike(facts, now_facts)
+        except UsageError as error:
+            text = f"{facts.url} is not what it was at the start: {error}"
+            raise ServerError(text) from None
+
+
+def _make_server_failure(request: _Request, text: str) -> Failed:
+    return Failed(
+        request.id, RequestError("server_failed", f"servers failed at it {text}")
+    )
 
 
 def _choose_pause(num_before: int, error: ServerTroubleError, most_s: float) -> float:

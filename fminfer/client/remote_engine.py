@@ -118,6 +118,5 @@ def check_choices(table: TableOptions, facts: ServerFacts) -> None:
 def make_remote_intake(config: EngineConfig, facts: ServerFacts) -> RemoteIntake:
     """Return what opens lines for servers with these facts."""
     names = frozenset({facts.model, facts.model.rpartition("/")[2]})
-    return RemoteIntake(
-        config, DIALECTS[facts.dialect], names if config.check_model else None
-    )
+    is_checked = config.check_model or config.model is None
+    return RemoteIntake(config, DIALECTS[facts.dialect], names if is_checked else None)

@@ -263,6 +263,9 @@ class RemoteIntake:
             most_name = dialect.find_name(endpoint, "max_tokens") or "max_tokens"
             body[most_name] = params.max_tokens
         if constraint is not None:
+            has_tools = "tools" in body and dialect.name != "fminfer"
+            if has_tools and dialect.find_name(endpoint, "tool_choice"):
+                body["tool_choice"] = "none"  # they cannot be called then
             body |= self._write_constraint(request, constraint, endpoint)
 
     def _write_constraint(

@@ -59,7 +59,7 @@ class RemoteOptions(Options):
         "A server that sends no token of an answer for so long has failed at it.",
         default=600.0,
     )
-    engine_patience_s: Seconds = _option(
+    engine_patience_s: Seconds = _shared_option(
         "End the run when no server has answered anything for so long.", default=900.0
     )
     max_in_flight: Count = _option(
@@ -82,8 +82,9 @@ class RemoteOptions(Options):
 
     @property
     def urls(self) -> list[str]:
-        """The servers' base URLs, without a slash at the end."""
-        return [each.strip().rstrip("/") for each in (self.engine or "").split(",")]
+        """The servers' base URLs, without a slash at the end; /v1 is added to a host."""
+        urls = [each.strip().rstrip("/") for each in (self.engine or "").split(",")]
+        return [each if urlsplit(each).path else f"{each}/v1" for each in urls]
 
     def check(self) -> None:
         """Raise a UsageError for a URL that is none, and for a limit without prices."""

@@ -194,6 +194,8 @@ async def _get(
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         words = quote(f"{type(error).__name__} {error}", key)
         raise ServerTroubleError(f"{url}: {words}") from None
+    if key:
+        body = bytearray(body.replace(key.encode(), b"[key]"))
     status = response.status_code
     if status not in (200, 404):
         verdict = make_verdict(url, status, dict(response.headers), bytes(body), key)

@@ -89,7 +89,7 @@ def make_verdict(
         remedy = REMEDIES.get(status, "See what the server needs")
         return ServerError(f"{text}. {remedy}, and run the same command again")
     if whose == "row":
-        return RefusalError(text, (status, code))
+        return RefusalError(text, (status, f"{code} {message}"))
     return ServerTroubleError(
         text,
         is_overload=status in OVERLOADS,

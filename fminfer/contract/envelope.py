@@ -214,7 +214,10 @@ def check_model_name(fields: dict[str, Any], names: Collection[str]) -> None:
                 f"the model of this run is {' or '.join(sorted(names))}; give the "
                 "line's own "
             )
-            remedy = "model by --model-name, or run without --check-model"
+            remedy = (
+                "model by --model-name. If this one is to answer the line, name it there, "
+                "and leave --check-model out"
+            )
             if "demo" in names:
                 known = (
                     "no --model-name is given, so that the demo model would answer. "

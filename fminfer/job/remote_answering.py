@@ -11,7 +11,7 @@ import click
 
 from fminfer.answers.carrying_over import RunTerms
 from fminfer.answers.line_counter import LineCounter
-from fminfer.client.costs import BILLED_BEFORE, Costs, read_billed_tokens
+from fminfer.client.costs import BILLED_BEFORE, Costs, Tokens, read_billed_tokens
 from fminfer.client.dialects import TRANSLATION
 from fminfer.client.engine_key import read_engine_key
 from fminfer.client.remote_engine import RemoteEngine, check_choices, make_remote_intake
@@ -41,7 +41,8 @@ def run_remote(run: RunContext, options: RemoteOptions) -> JobSummary:
         key = read_engine_key(options, os.environ)
 
         def print_note(text: str) -> None:
-            click.echo(text, err=True)
+            if not run.is_quiet:
+                click.echo(text, err=True)
 
         servers = find_servers(options, run.config.model, key, print_note)
         job = _RemoteJob(run, options, servers, key)
@@ -67,6 +68,8 @@ def compute_remote_fingerprint(config: EngineConfig, facts: ServerFacts) -> Fing
         value = getattr(config, name)
         if option.alters and value not in (option.default, {}):
             fingerprint[option.told] = json.dumps(value, sort_keys=True)
+    if config.model is None:
+        fingerprint["--check-model"] = "on without --model-name"
     return fingerprint
 
 
@@ -142,6 +145,8 @@ class _RemoteJob(AnsweringJob):
             end_run=run.stopper.end_for,
             print_note=self.print_line,
         )
+        if self._before != Tokens():  # an earlier run has got answers
+            engine.trust_servers()
         if not run.is_quiet:
             self._intake.on_warning = self.print_line
         summary.device = "servers elsewhere"

@@ -248,7 +248,7 @@ class JobSummary:
     def _make_server_lines(self) -> Iterator[tuple[str, str]]:
         """Say what is known of answers that servers gave."""
         if num_cached := self.engine["num_cached_tokens"]:
-            num_prompt = self.engine["num_prompt_tokens"]
+            num_prompt = self.engine["num_prompt_tokens"] + num_cached
             text = f"{num_cached:,} of {num_prompt:,} prompt tokens"
             yield "prefix", f"{text} were in the servers' caches"
         if self.num_sent_again:
@@ -259,7 +259,10 @@ class JobSummary:
             yield "usage", f"{text} came without a count of tokens, and count as none"
         if self.cost:
             yield "cost", self.cost
-        yield "answers", "as the servers gave them: not exact, and others another time"
+        yield (
+            "answers",
+            "as the servers gave them: not exact, and another run may get others",
+        )
 
     def _device_text(self) -> str:
         if not self.device:

@@ -17,6 +17,7 @@ from fminfer.client.server_trouble import ServerTroubleError
 from fminfer.contract.endpoints import Endpoint
 from fminfer.core.errors import RequestError
 from fminfer.engine.engine_core import Failed, Finished
+from tests.client.remote_requests import make_request
 
 from .test_dialects import MESSAGES, TEXTS, TOOL, prepare
 
@@ -416,3 +417,35 @@ def test_our_own_answers_come_back_as_they_were(
     answer = build(request, {"choices": result["choices"], "usage": result["usage"]})
     assert json.dumps(answer.choices) == json.dumps(result["choices"])
     assert answer.usage == result["usage"]
+
+
+def test_calls_of_one_index_with_other_ids_are_several() -> None:
+    """Gemini's API, and older Ollamas, give each call the index 0."""
+    request = make_request("a", "chat")
+    builder = AnswerBuilder(request)
+    for call_id, name in (("1", "f"), ("2", "g")):
+        function = {"name": name, "arguments": "{}"}
+        call = {"index": 0, "id": call_id, "function": function}
+        piece = {"index": 0, "delta": {"tool_calls": [call]}}
+        builder.add_chunk({"choices": [piece]})
+    end = {"index": 0, "delta": {}, "finish_reason": "tool_calls"}
+    builder.add_chunk({"choices": [end]})
+    finished = builder.finish(0, {})
+    assert isinstance(finished, Finished)
+    calls = finished.choices[0]["message"]["tool_calls"]
+    assert [each["function"]["name"] for each in calls] == ["f", "g"]
+    assert [each["function"]["arguments"] for each in calls] == ["{}", "{}"]
+
+
+@pytest.mark.parametrize("count", ["3", [1], -5, 1e300, True, None, 10**12])
+def test_odd_counts_of_tokens_are_none(count: object) -> None:
+    details = {"cached_tokens": count}
+    for usage in ({"prompt_tokens": count}, {"prompt_tokens_details": count}):
+        builder = AnswerBuilder(make_request("a"))
+        choice = {"index": 0, "text": "b", "finish_reason": "stop"}
+        usage = {"prompt_tokens_details": details} | usage
+        builder.add_chunk({"choices": [choice], "usage": usage})
+        finished = builder.finish(0, {})
+        assert isinstance(finished, Finished)
+        assert finished.usage["total_tokens"] == 0
+        assert finished.usage["prompt_tokens_details"] == {"cached_tokens": 0}

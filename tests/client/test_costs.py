@@ -70,7 +70,11 @@ def test_a_damaged_status_counts_as_nothing(tmp_path: Path, damage: Any) -> None
 def test_a_limit_ends_a_run_by_what_all_runs_have_cost() -> None:
     costs = Costs.of_options(PRICES, Tokens(4_000_000, 1_000_000))
     assert costs is not None
-    stats = EngineStats(num_prompt_tokens=2_000_000, num_generated_tokens=500_000)
+    stats = EngineStats(
+        num_prompt_tokens=1_500_000,
+        num_cached_tokens=500_000,
+        num_generated_tokens=500_000,
+    )
     assert costs.find_end(stats) is None  # 4 + 2 + 2 + 1
     stats.num_generated_tokens += 500_000
     end = costs.find_end(stats)
@@ -83,3 +87,24 @@ def test_without_prices_nothing_is_said() -> None:
     assert Costs.of_options(RemoteOptions(engine="http://a/v1"), Tokens()) is None
     with pytest.raises(UsageError, match="--price-in or --price-out"):
         RemoteOptions(engine="http://a/v1", stop_at_cost=1.0)
+
+
+def test_files_that_ended_at_other_times_are_not_counted_twice(tmp_path: Path) -> None:
+    """A folder's first file names runs that the later ones' `billed_before` has in it."""
+    outputs = [
+        save_status(tmp_path / "a.jsonl", run_entry("a", (0, 0), 100, 10)),
+        save_status(
+            tmp_path / "b.jsonl",
+            run_entry("b", (100, 10), 50, 5),
+            run_entry("c", (150, 15), 7, 1),
+        ),
+    ]
+    assert read_billed_tokens(outputs) == Tokens(157, 16)
+
+
+def test_runs_beside_each_other_are_added(tmp_path: Path) -> None:
+    outputs = [
+        save_status(tmp_path / f"{name}.jsonl", run_entry(name, (0, 0), 100, 10))
+        for name in "ab"
+    ]
+    assert read_billed_tokens(outputs) == Tokens(200, 20)

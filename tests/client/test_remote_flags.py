@@ -39,7 +39,7 @@ def test_urls_that_are_none_or_hold_secrets_are_refused_without_showing_them(
 
 
 def test_several_servers_lose_their_last_slash() -> None:
-    options = RemoteOptions(engine=f"{URL}/, http://b:1/v1")
+    options = RemoteOptions(engine=f"{URL}/, http://b:1")
     assert options.urls == [URL, "http://b:1/v1"]
 
 

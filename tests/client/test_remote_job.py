@@ -172,6 +172,30 @@ def test_another_version_of_the_server_goes_on_with_no_ones_rows(
     assert status == 2 and "vllm 1" in err and "vllm 2" in err
 
 
+def test_a_line_for_another_model_is_refused_unless_the_model_is_named(
+    tmp_path: Path,
+) -> None:
+    lines = [{"prompt": "a", "model": "other"}, {"prompt": "b", "model": "stand-in"}]
+    path = save_lines(tmp_path / "in.jsonl", *lines)
+    with StandIn() as server:
+        host = server.url.removesuffix("/v1")  # which is added
+        status, _, err = run(path, "--engine", host, cwd=tmp_path)
+        assert status == 3 and "1 answered, 1 in error" in err
+        named = ("--model-name", "stand-in", "--output", "all.jsonl")
+        status, _, err = run(path, "--engine", host, *named, cwd=tmp_path)
+    assert status == 0 and "2 answered" in err
+
+
+def test_a_run_goes_on_at_many_lines_that_are_refused_alike(tmp_path: Path) -> None:
+    lines = [*make_lines(3), *[{"prompt": f"!400! {n}", "seed": n} for n in range(25)]]
+    path = save_lines(tmp_path / "in.jsonl", *lines)
+    with StandIn() as server:
+        arguments = (path, "--engine", server.url)
+        assert run(*arguments, "--limit", "3", cwd=tmp_path)[0] == 0
+        status, _, err = run(*arguments, cwd=tmp_path)
+    assert status == 3 and "25 in error (25 refused_by_server)" in err
+
+
 def test_a_check_tries_each_set_of_fields_once(tmp_path: Path) -> None:
     seeded = [{"prompt": f"seed {n}", "seed": n} for n in range(5)]
     wrong = {"prompt": "a", "decoder_prompt": "b"}

@@ -58,7 +58,7 @@ def test_a_server_is_quoted(body: bytes, message: str) -> None:
 
 def test_refusals_are_alike_by_status_and_code() -> None:
     error = make_verdict("u", 400, {}, b'{"error": {"code": "c", "message": "m"}}', "")
-    assert isinstance(error, RefusalError) and error.likeness == (400, "c")
+    assert isinstance(error, RefusalError) and error.likeness == (400, "c m")
 
 
 def test_retry_after_is_seconds_or_a_date() -> None:
