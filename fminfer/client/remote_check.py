@@ -30,7 +30,6 @@ NUM_NAMED = 10  # fields of a set
 BOUNDS = {
     "max_tokens": 1,
     "max_completion_tokens": 1,
-    "n_predict": 1,
     "min_tokens": 0,
     "n": 1,
     "best_of": 1,
@@ -94,18 +93,13 @@ class RemoteReport:
         return "\n".join(lines)
 
 
-class _TrialEngine(RemoteEngine):
-    """Has each trial answered, also if all are refused."""
-
-    is_shared = True
-
-
 class RemoteCheck:
     """Finds servers, and checks lines of files for them."""
 
     def __init__(self, config: EngineConfig, options: RemoteOptions) -> None:
         self._urls = options.urls
-        self._engine = _TrialEngine.connect(config, options, say)
+        self._engine = RemoteEngine.connect(config, options, say)
+        self._engine.trust_servers()  # what they refuse is told
 
     def run(
         self,

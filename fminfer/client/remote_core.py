@@ -138,7 +138,6 @@ class RemoteCore:
                 trouble="" if url in reached else f"{url} was not reached at the start",
             )
             for url in dict.fromkeys([*reached, *options.urls])
-            if url
         ]
         self._ids = count()
         self._requests: dict[int, _Request] = {}  # without an event
@@ -188,7 +187,7 @@ class RemoteCore:
         """Wait a moment for answers; return their events.
 
         Raises:
-            ServerError, UsageError: the servers cannot go on with the run.
+            ServerError: the servers cannot go on with the run.
         """
         self._begin_requests()
         handle = self._loop.call_later(STEP_S, self._loop.stop)
@@ -360,7 +359,7 @@ class RemoteCore:
                     raise self._late_error(server) from None
             finally:
                 self._end_try(request)
-            event = call.builder.finish(request.id, _make_request_time(request, times))
+            event = call.builder.finish(request.id, times.to_dict(request.added_s))
             is_full = bool(self._queue or self._queue_behind)
             server.flow.count_answer(time.perf_counter(), is_full=is_full)
             self.stats.num_ended += 1
@@ -500,7 +499,8 @@ class RemoteCore:
             if was_seen and self._first_events is None and len(self._requests) <= FEW:
                 for request in [*self._requests.values()]:
                     self.cancel(request.id)
-                    self._events.append(_make_server_failure(request, troubles))
+                    text = f"until --engine-patience was over: {troubles}"
+                    self._events.append(_make_server_failure(request, text))
                 return
             self._failure = self._failure or ServerError(
                 f"no server has answered anything for {self._options.engine_patience_s:g} s "
@@ -530,7 +530,7 @@ class RemoteCore:
         """Return the refusal of a request whose endpoint the server does not have.
 
         Raises:
-            UsageError: it is the model that the server does not have.
+            ServerError: it is the model that the server does not have.
         """
         try:
             await self._read_facts(server)
@@ -563,15 +563,3 @@ def _choose_pause(num_before: int, error: ServerTroubleError, most_s: float) -> 
     """Return seconds: what the server asks for, or twice as many each time; never equal."""
     pause_s = min(MOST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(num_before, 10))
     return max(min(error.retry_after_s, most_s), pause_s * random.uniform(0.75, 1.25))
-
-
-def _make_request_time(request: _Request, times: RowTimes) -> dict[str, float]:
-    """Return seconds, as records have them."""
-    first_token_s = times.first_token_s or times.finished_s
-    return {
-        "batch_time": times.batch_time_s,
-        "batch_size": times.batch_size,
-        "queue_time": times.admitted_s - request.added_s,
-        "prefill_time": first_token_s - times.admitted_s,
-        "decode_time": times.finished_s - first_token_s,
-    }

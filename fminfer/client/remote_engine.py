@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 
 from typing_extensions import Self
 
@@ -91,14 +90,13 @@ class RemoteEngine(RemoteCore):
 
     def step(self) -> list[Event]:
         """Wait a little for answers, and return them; end the run if they cost too much."""
-        before = replace(self.stats)
-        events = super().step()
         stats = self.stats
-        self._on_work(
-            stats.num_prompt_tokens - before.num_prompt_tokens,
-            stats.num_generated_tokens - before.num_generated_tokens,
-            self.state.num_running,
-        )
+        num_fed = stats.num_prompt_tokens
+        num_drawn = stats.num_generated_tokens
+        events = super().step()
+        num_fed = stats.num_prompt_tokens - num_fed
+        num_drawn = stats.num_generated_tokens - num_drawn
+        self._on_work(num_fed, num_drawn, len(self._running))
         if self._costs is not None and (end := self._costs.find_end(stats)) is not None:
             self._costs = None  # told once
             self._end_run(end)

@@ -42,12 +42,12 @@ from fminfer.contract.vectors import parse_vectors
 from fminfer.core.config import Constraint, EngineConfig
 from fminfer.core.errors import RequestError
 from fminfer.engine.chat_intake import choose_call_mode
-from fminfer.engine.intake import MAX_TOKENS_NAMES, IncomingRequest
+from fminfer.engine.intake import MAX_TOKENS_NAMES, IncomingRequest, LineParser
 from fminfer.engine.noise import digest_meaning
 from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.sequence import AnswerKind, PreparedRequest
 from fminfer.text.encoded_prompt import EncodedPrompt
-from fminfer.text.tokenizer import NoTokenizer, Tokenizer
+from fminfer.text.tokenizer import NoTokenizer
 
 BYTES_AN_ID = 4
 # Sent as they were read; ids of biases are texts in JSON.
@@ -66,7 +66,7 @@ class ParsedLine(Request):
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-class RemoteIntake:
+class RemoteIntake(LineParser):
     """Prepares requests for servers of one dialect, as `engine.intake.Intake` does.
 
     Args:
@@ -82,7 +82,7 @@ class RemoteIntake:
         model_names: frozenset[str] | None = None,
     ) -> None:
         self.dialect = dialect
-        self.tokenizer: Tokenizer = NoTokenizer()  # the servers' is not known here
+        self.tokenizer = NoTokenizer()  # the servers' is not known here
         self.limits = RequestLimits(0, 0, config=config, model_names=model_names)
         self.warnings = WarningCounts()
         # called with each one that is new
@@ -101,11 +101,9 @@ class RemoteIntake:
         """Do nothing: the server renders chats."""
 
     def report_warnings(self, *warnings: RowWarning, where: str = "") -> None:
-        """Count a request's warnings, and pass on those that are new behind `where`."""
-        for warning in warnings:
-            # which is of our own engine's draws
-            if warning is not SAME_DRAWS and (new := self.warnings.add(warning)):
-                self.on_warning(f"Warning: {where}{new}")
+        """Count warnings as `LineParser` does, but for the one of our engine's own draws."""
+        others = (each for each in warnings if each is not SAME_DRAWS)
+        super().report_warnings(*others, where=where)
 
     def parse(
         self,

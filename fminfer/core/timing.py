@@ -49,6 +49,22 @@ class RowTimes:
     finished_s: float = 0.0
     share_s: float = 0.0
 
+    def to_dict(self, added_s: float) -> dict[str, float]:
+        """Return seconds, as records have them.
+
+        HELM takes runtime = batch_time, and batch_time / batch_size a row.
+        """
+        first_token_s = self.first_token_s
+        if first_token_s is None:
+            first_token_s = self.finished_s
+        return {
+            "batch_time": self.batch_time_s,
+            "batch_size": self.batch_size,
+            "queue_time": self.admitted_s - added_s,
+            "prefill_time": first_token_s - self.admitted_s,
+            "decode_time": self.finished_s - first_token_s,
+        }
+
     @property
     def batch_time_s(self) -> float:
         return self.finished_s - self.admitted_s

@@ -94,11 +94,13 @@ def build_answer(state: RequestState, style: AnswerStyle) -> Iterator[Event | No
     if prepared.params.thought is not None:
         num_thought = sum(map(_count_thought_tokens, state.prompts))
         usage["completion_tokens_details"] = {"reasoning_tokens": num_thought}
+    # one that was never admitted took no time
+    times = state.times or RowTimes(state.added_s, 0.0, finished_s=state.added_s)
     yield Finished(
         state.id,
         choices,
         usage,
-        _make_request_time(state),
+        times.to_dict(state.added_s),
         prepared.kind,
         state.prompts[0].observed_mass,
     )
@@ -449,21 +451,6 @@ def _make_alternatives(
 
 def _clamp_logprob(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
-
-
-def _make_request_time(state: RequestState) -> dict[str, float]:
-    """Return seconds; HELM takes runtime = batch_time, and batch_time / batch_size a row."""
-    times = state.times or RowTimes(state.added_s, 0.0, finished_s=state.added_s)
-    first_token_s = (
-        times.first_token_s if times.first_token_s is not None else times.finished_s
-    )
-    return {
-        "batch_time": times.batch_time_s,
-        "batch_size": times.batch_size,
-        "queue_time": times.admitted_s - state.added_s,
-        "prefill_time": first_token_s - times.admitted_s,
-        "decode_time": times.finished_s - first_token_s,
-    }
 
 
 def _make_call_entries(

@@ -102,7 +102,10 @@ class LineParser(Protocol):
         """Render chats together, if they are rendered here."""
 
     def report_warnings(self, *warnings: RowWarning, where: str = "") -> None:
-        """Count a request's warnings, and pass on those that are new."""
+        """Count a request's warnings, and pass on those that are new behind `where`."""
+        for warning in warnings:
+            if new := self.warnings.add(warning):
+                self.on_warning(f"Warning: {where}{new}")
 
 
 def _encode_prompts(
@@ -121,7 +124,7 @@ def _encode_prompts(
     return encoded
 
 
-class Intake:
+class Intake(LineParser):
     """Prepares requests, one by one, on any thread."""
 
     def __init__(self, tokenizer: Tokenizer, limits: RequestLimits) -> None:
@@ -488,12 +491,6 @@ class Intake:
             except Exception as error:
                 prepared.append(error)
         return prepared
-
-    def report_warnings(self, *warnings: RowWarning, where: str = "") -> None:
-        """Count a request's warnings, and pass on those that are new behind `where`."""
-        for warning in warnings:
-            if new := self.warnings.add(warning):
-                self.on_warning(f"Warning: {where}{new}")
 
     def _check_params(self, params: SamplingParams) -> None:
         hint = "Was it written for another model?"
