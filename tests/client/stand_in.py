@@ -202,6 +202,8 @@ class Service:
             self.send_error(writer, 401, "invalid_api_key", headers)
         elif not is_routed and path not in self.settings.routes.split(","):
             self.send_json(writer, 404, {"detail": "Not Found"})
+        elif unknown := self.find_unknown(fields):
+            self.send_error(writer, 400, f"unknown {sorted(unknown)}", headers)
         elif fault and not await self.begin_fault(fault, headers, writer):
             pass
         elif self.settings.refuses_more and self.num_running >= self.capacity:
@@ -217,6 +219,10 @@ class Service:
                 answer = {"model": self.settings.model, "data": data, "usage": usage}
                 self.send_json(writer, 200, answer)
             self.counts["answers"] += 1
+
+    def find_unknown(self, fields: dict[str, Any]) -> set[str]:
+        known = self.settings.fields
+        return {*fields} - {*known.split(",")} if known else set()
 
     async def compute(self) -> None:
         """Wait as long as an answer takes: more than the capacity queue, or slow all."""
@@ -385,6 +391,7 @@ async def main() -> None:
         default=-1,
         help="requests of a connection, silently",
     )
+    parser.add_argument("--fields", default="", help="that it knows; none: all")
     parser.add_argument("--keep-prompts", action="store_true")
     parser.add_argument(
         "--routes",

@@ -100,3 +100,12 @@ def test_what_is_wrong_is_quoted_short() -> None:
     schema = json.dumps({"enum": ["x" * 1000]})
     assert len(check_text(["json", schema, '"y"'])) <= 200
     assert len(check_held(Constraint("choice", '["a"]'), "b" * 9999)) < 400
+
+
+def test_what_python_judges_in_another_way_is_not_checked() -> None:
+    """0.07 is no multiple of 0.01 by floats, and a class in brackets is Rust's."""
+    schema = {"type": "number", "multipleOf": 0.01, "maximum": 1}
+    constraint = Constraint("json", json.dumps(schema))
+    assert check_held(constraint, "0.07") == ""
+    assert "maximum" in check_held(constraint, "2")
+    assert check_held(Constraint("regex", "[[:alpha:]]+"), "abc") == ""
