@@ -1,7 +1,7 @@
 """The answers of other requests: those in memory first, then those on the disk.
 
 Requests of one key have one answer, unless chance has a part in it
-(`SamplingParams.is_by_chance`).
+(`RequestParams.is_by_chance`).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from fminfer.contract.fields import Field, describe_value, is_same, out_of_range
 from fminfer.contract.request import (
     DEFAULTS,
     Request,
-    SamplingParams,
+    RequestParams,
     TextField,
     VectorSpec,
     parse_request,
@@ -51,7 +51,7 @@ from fminfer.text.tokenizer import NoTokenizer
 
 BYTES_AN_ID = 4
 # Sent as they were read; ids of biases are texts in JSON.
-_READ_FIELDS = {each.name for each in fields(SamplingParams)} - {"logit_bias"}
+_READ_FIELDS = {each.name for each in fields(RequestParams)} - {"logit_bias"}
 _SET_APART = {*MADE_HERE, *MAX_TOKENS_NAMES, *CONSTRAINTS}
 # What changes nothing, beside a field's default.
 _NEUTRAL: dict[str, object] = {"tool_choice": "auto", "thinking_token_budget": -1}

@@ -14,7 +14,7 @@ from fminfer.contract.constraint import find_constraint
 from fminfer.contract.fields import INT64, is_integral
 from fminfer.contract.prompts import check_choices, describe_foreign_field
 from fminfer.contract.read_fields import parse_fields
-from fminfer.contract.request import DEFAULTS, SamplingParams, make_params
+from fminfer.contract.request import DEFAULTS, RequestParams, make_params
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.contract.tool_choice import HeldCalls, ToolChoice, make_held_calls
 from fminfer.core.errors import RequestError
@@ -43,7 +43,7 @@ class ChatRequest:
     template_args: dict[str, Any]  # the request's own variables of the template
     adds_generation_prompt: bool
     continues_final_message: bool
-    params: SamplingParams
+    params: RequestParams
     fills_context: bool  # params.max_tokens is a bound: the context may leave less
     keeps_one_call: bool = False  # an answer ends behind its first call
     held_calls: HeldCalls | None = None  # what a grammar holds of its calls
@@ -79,7 +79,7 @@ def parse_chat(
     *,
     max_logprobs: int,
     is_strict: bool = False,
-    defaults: SamplingParams = DEFAULTS,
+    defaults: RequestParams = DEFAULTS,
     max_new_tokens: int = INT64 - 1,
 ) -> ChatRequest:
     """Check one chat request; errors have the codes of the contract's section 3.

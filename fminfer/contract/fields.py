@@ -57,7 +57,7 @@ class Field:
     help: str
     limit: Limit = ""
     fate: Fate = "acted on"
-    # what its absence means; None: `SamplingParams` or `help` says it
+    # what its absence means; None: `RequestParams` or `help` says it
     default: object = None
     # of a refused one: values that are accepted beside null
     neutral: tuple[object, ...] = ()

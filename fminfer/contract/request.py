@@ -21,7 +21,7 @@ from fminfer.core.thought_form import Thought
 
 
 @dataclass(slots=True, frozen=True)
-class SamplingParams:
+class RequestParams:
     """How the tokens of one request are drawn, and what is reported of them."""
 
     max_tokens: int = 16
@@ -95,8 +95,8 @@ class SamplingParams:
         return self.best_of if self.is_random else 1
 
 
-DEFAULTS = SamplingParams()
-_PARAMS = frozenset(each.name for each in dataclasses.fields(SamplingParams))
+DEFAULTS = RequestParams()
+_PARAMS = frozenset(each.name for each in dataclasses.fields(RequestParams))
 # How two vectors are compared. Distances are negative, so that more is nearer.
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 SIMILARITIES: tuple[Similarity, ...] = get_args(Similarity)
@@ -149,7 +149,7 @@ class Request:
     """A request that passed. A chat's prompt is its rendered template."""
 
     prompts: list[str | list[int]]
-    params: SamplingParams
+    params: RequestParams
     warnings: tuple[RowWarning, ...] = field(default=())
     endpoint: Endpoint = "completions"
     # max_tokens is at most what the context leaves of params'
@@ -169,7 +169,7 @@ def parse_request(
     *,
     max_logprobs: int,
     is_strict: bool = False,
-    defaults: SamplingParams = DEFAULTS,
+    defaults: RequestParams = DEFAULTS,
 ) -> Request:
     """Check one completions request; errors have the codes of the contract's section 3.
 
@@ -196,8 +196,8 @@ def parse_request(
 
 
 def make_params(
-    values: Mapping[str, Any], defaults: SamplingParams, max_tokens: int
-) -> SamplingParams:
+    values: Mapping[str, Any], defaults: RequestParams, max_tokens: int
+) -> RequestParams:
     """Return the sampling params of a request's fields as they were read."""
     min_tokens = values.get("min_tokens", DEFAULTS.min_tokens)
     if min_tokens > max_tokens:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fminfer.contract.field_table import FIELDS
 from fminfer.contract.read_fields import parse_fields
-from fminfer.contract.request import SamplingParams
+from fminfer.contract.request import RequestParams
 from fminfer.contract.response_fields import LOGPROBS
 from fminfer.contract.response_items import (
     EXTRAS,
@@ -174,7 +174,7 @@ def make_response_head(
     response_id: str,
     created: int,
     model: str,
-    params: SamplingParams,
+    params: RequestParams,
 ) -> dict[str, Any]:
     """Return a response without its answer: what it is, and what was asked.
 

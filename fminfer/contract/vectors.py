@@ -16,11 +16,11 @@ from fminfer.contract.prompts import (
     parse_prompts,
 )
 from fminfer.contract.read_fields import parse_fields
-from fminfer.contract.request import Request, SamplingParams, VectorSpec, VectorWish
+from fminfer.contract.request import Request, RequestParams, VectorSpec, VectorWish
 from fminfer.core.errors import RequestError
 
 # Of requests that draw nothing. A text that is too long keeps its beginning.
-POOLED = SamplingParams(max_tokens=0, temperature=0.0, truncation_side="right")
+POOLED = RequestParams(max_tokens=0, temperature=0.0, truncation_side="right")
 _PARAMS = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
 _DOCUMENT_REMEDIES = MEDIA | {"audio": MEDIA["images"]}
 _ONE_OR_MANY = "a string, or a list of strings"

@@ -19,7 +19,7 @@ from fminfer.contract.request import (
     DEFAULTS,
     RAW_TOKENS,
     Request,
-    SamplingParams,
+    RequestParams,
     TextField,
     parse_request,
 )
@@ -218,7 +218,7 @@ class Intake(LineParser):
         return replace(request, warnings=warnings)
 
     def _check_constraint(
-        self, params: SamplingParams, fields: Mapping[str, Any], *, compiles: bool
+        self, params: RequestParams, fields: Mapping[str, Any], *, compiles: bool
     ) -> Iterator[RowWarning]:
         """Compile a request's constraint; warn of what it ignores and cuts off."""
         limits = self.limits
@@ -445,7 +445,7 @@ class Intake(LineParser):
             call_mode=request.call_mode,
         )
 
-    def _check_budget(self, params: SamplingParams) -> None:
+    def _check_budget(self, params: RequestParams) -> None:
         """Check that a thought's budget leaves room for its end, and for a label behind it."""
         thought = params.thought
         if thought is None or thought.budget is None:
@@ -492,7 +492,7 @@ class Intake(LineParser):
                 prepared.append(error)
         return prepared
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _check_params(self, params: RequestParams) -> None:
         hint = "Was it written for another model?"
         for name, texts, most in (
             ("stop", params.stop, MAX_STOPS),
@@ -529,7 +529,7 @@ class Intake(LineParser):
             bans.require_token(0, bans.find_banned(0, []))
 
 
-def _check_logprobs(prompts: list[EncodedPrompt], params: SamplingParams) -> None:
+def _check_logprobs(prompts: list[EncodedPrompt], params: RequestParams) -> None:
     if params.logprobs is None:
         return
     scored = sum(len(prompt.ids) for prompt in prompts) if params.echo else 0

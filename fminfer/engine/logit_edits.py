@@ -10,7 +10,7 @@ from array import array
 from functools import cached_property
 from typing import Any
 
-from fminfer.contract.request import SamplingParams
+from fminfer.contract.request import RequestParams
 from fminfer.core.errors import RequestError
 from fminfer.core.messages import Mask, invert_mask, make_mask, pack_token_ids
 
@@ -24,7 +24,7 @@ class Bans:
 
     def __init__(
         self,
-        params: SamplingParams,
+        params: RequestParams,
         eos_ids: frozenset[int],
         words: list[tuple[int, ...]],
         stop_ids: frozenset[int] = frozenset(),
@@ -110,7 +110,7 @@ class LogitEdits:
     Of its prompt only repetition_penalty counts the tokens.
     """
 
-    def __init__(self, params: SamplingParams, prompt_ids: list[int]) -> None:
+    def __init__(self, params: RequestParams, prompt_ids: list[int]) -> None:
         self._params = params
         self._prompt_ids = prompt_ids
         self._place: dict[int, int] = {}  # token id -> its place in the columns

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from fminfer.contract.field_table import DRAW_FIELDS
-from fminfer.contract.request import DEFAULTS, SamplingParams
+from fminfer.contract.request import DEFAULTS, RequestParams
 from fminfer.core.bounded_cache import BoundedCache
 
 DEFAULT_VALUES = {each.name: getattr(DEFAULTS, each.name) for each in fields(DEFAULTS)}
 # Descriptions of params. Most lines of a file have the same params.
-_DESCRIBED: BoundedCache[SamplingParams, str] = BoundedCache(256, 8 << 20)
+_DESCRIBED: BoundedCache[RequestParams, str] = BoundedCache(256, 8 << 20)
 
 
-def digest_meaning(prompts: Sequence[str | list[int]], params: SamplingParams) -> bytes:
+def digest_meaning(prompts: Sequence[str | list[int]], params: RequestParams) -> bytes:
     """Return a digest of 16 bytes of all that a request means, without its seed.
 
     Requests that mean the same in other bytes (the order of keys, `stream`, 1 for 1.0)
@@ -29,7 +29,7 @@ def digest_meaning(prompts: Sequence[str | list[int]], params: SamplingParams) -
     return digest_described_meaning(prompts, describe_params(params))
 
 
-def describe_params(params: SamplingParams) -> str:
+def describe_params(params: RequestParams) -> str:
     """Return the part of requests' meaning that their params are, without a seed."""
     if (kept := _DESCRIBED.get(params)) is not None:
         return kept
@@ -51,7 +51,7 @@ def digest_described_meaning(
 
 def make_draw_key(
     prompts: Sequence[list[int]],
-    params: SamplingParams,
+    params: RequestParams,
     seed: int,
     repeat: int,
     meaning: bytes,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from fminfer.contract.prompts import MAX_ENTRIES, check_text
-from fminfer.contract.request import DEFAULTS, SamplingParams, VectorSpec
+from fminfer.contract.request import DEFAULTS, RequestParams, VectorSpec
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.config import EngineConfig, OnTooLong
 from fminfer.core.errors import RequestError
@@ -62,7 +62,7 @@ class RequestLimits:
     config: EngineConfig = field(default_factory=EngineConfig)
     # what a line may call the model; None: anything
     model_names: frozenset[str] | None = None
-    defaults: SamplingParams = DEFAULTS  # of params that a request leaves out
+    defaults: RequestParams = DEFAULTS  # of params that a request leaves out
     # of a chat request that does not say; None: the context's
     max_new_tokens: int | None = None
     kv_size: KvSize | None = None  # of each pipeline, once it is known
@@ -79,7 +79,7 @@ class PromptFit:
 
     tokenizer: Tokenizer
     limits: RequestLimits
-    params: SamplingParams
+    params: RequestParams
     warn: Callable[[RowWarning], object]
     source: str = "prompt"
     # an encoder reads them, and a decoder has a context of its own
@@ -243,7 +243,7 @@ class PromptFit:
             skip_special_tokens=self.params.skip_special_tokens,
         )
 
-    def settle_max_tokens(self, num_prompt_tokens: int) -> SamplingParams:
+    def settle_max_tokens(self, num_prompt_tokens: int) -> RequestParams:
         """Return the params with the `max_tokens` that the context leaves.
 
         That is for a chat which does not say it. No default may make a request impossible,

@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from fminfer.contract.request import SamplingParams, VectorWish
+from fminfer.contract.request import RequestParams, VectorWish
 from fminfer.contract.tool_choice import CallMode
 from fminfer.core.config import KnownParser
 from fminfer.core.errors import RequestError
@@ -64,7 +64,7 @@ ReportSlice = tuple[list[TokenReport], int, int]
 class PreparedRequest:
     """A request that was checked and tokenized: all that its answer depends on."""
 
-    params: SamplingParams
+    params: RequestParams
     prompts: list[EncodedPrompt]
     # equal requests without a seed before it; makes them draw differently
     repeat: int = 0
@@ -233,7 +233,7 @@ class PromptState:
         return num_read + len(self.ids) - self.owner.prepared.num_start
 
     @property
-    def params(self) -> SamplingParams:
+    def params(self) -> RequestParams:
         return self.owner.prepared.params
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from fminfer.contract.request import SamplingParams
+from fminfer.contract.request import RequestParams
 from fminfer.core.messages import make_mask, pack_token_ids
 from fminfer.engine.label_walk import LabelWalk
 from fminfer.engine.logit_edits import Bans, LogitEdits
@@ -115,7 +115,7 @@ class RequestStarter:
 
 
 def find_stop_tokens(
-    params: SamplingParams, tokenizer: Tokenizer
+    params: RequestParams, tokenizer: Tokenizer
 ) -> dict[int, str | int]:
     """Return the tokens that stop a request's sequences, with the reason in the answer.
 
@@ -128,7 +128,7 @@ def find_stop_tokens(
 
 
 def make_bans(
-    params: SamplingParams, tokenizer: Tokenizer, eos_ids: frozenset[int]
+    params: RequestParams, tokenizer: Tokenizer, eos_ids: frozenset[int]
 ) -> Bans | None:
     """Make the bans of a request's sequences, EOS also under `ignore_eos`; None: no bans."""
     may_hold_eos = params.thought is not None and params.constraint is not None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Protocol, TypeVar
 
-from fminfer.contract.request import SamplingParams
+from fminfer.contract.request import RequestParams
 from fminfer.engine.packing import PackedRow
 from fminfer.engine.prefix import count_equal_tokens
 from fminfer.engine.sequence import PromptState
@@ -27,7 +27,7 @@ class PromptLike(Protocol):
         """Its tokens."""
 
     @property
-    def params(self) -> SamplingParams:
+    def params(self) -> RequestParams:
         """The params of its request."""
 
 

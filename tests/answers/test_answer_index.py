@@ -26,7 +26,7 @@ from fminfer.answers.answer_index import (
 from fminfer.answers.cache_place import CachePlace
 from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
-from fminfer.contract.request import SamplingParams, VectorSpec, VectorWish
+from fminfer.contract.request import RequestParams, VectorSpec, VectorWish
 from fminfer.core.config import Constraint, EngineConfig
 from fminfer.core.thought_form import Thought, ThoughtForm
 from fminfer.engine.engine_core import Finished
@@ -37,7 +37,7 @@ from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.plan.planning import plan_ahead
 from fminfer.text.encoded_prompt import EncodedPrompt
 
-SEEDED = SamplingParams(max_tokens=8, temperature=0.9, seed=4)
+SEEDED = RequestParams(max_tokens=8, temperature=0.9, seed=4)
 # A value of each that is another than SEEDED's.
 OTHER: dict[str, Any] = {
     **{"max_tokens": 9, "min_tokens": 2, "temperature": 0.8, "top_p": 0.9, "top_k": 40},
@@ -251,7 +251,7 @@ def test_found_and_computed_lines_together(
     ]
 
 
-def prepared(params: SamplingParams = SEEDED, **others: Any) -> PreparedRequest:
+def prepared(params: RequestParams = SEEDED, **others: Any) -> PreparedRequest:
     return PreparedRequest(params, [PROMPT], **others)
 
 
@@ -259,7 +259,7 @@ def key(prepared: PreparedRequest) -> bytes:
     return make_answer_key(prepared, b"terms")
 
 
-@pytest.mark.parametrize("name", [each.name for each in fields(SamplingParams)])
+@pytest.mark.parametrize("name", [each.name for each in fields(RequestParams)])
 def test_every_parameter_is_in_the_key(name: str) -> None:
     """A field that is new must be added to OTHER, and is then seen to be in the key."""
     other = replace(SEEDED, **{name: OTHER[name]})

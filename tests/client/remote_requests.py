@@ -7,7 +7,7 @@ from typing import Any
 
 from fminfer.client.remote_request import RemoteRequest
 from fminfer.contract.endpoints import DRAWING_ENDPOINTS, Endpoint
-from fminfer.contract.request import SamplingParams, VectorSpec, VectorWish
+from fminfer.contract.request import RequestParams, VectorSpec, VectorWish
 from fminfer.text.encoded_prompt import EncodedPrompt
 
 
@@ -19,7 +19,7 @@ def make_request(text: str, endpoint: Endpoint = "completions") -> RemoteRequest
         fields = {"input": text}
     kinds: dict[str, Any] = {"completions": "openai"}
     return RemoteRequest(
-        params=SamplingParams(),
+        params=RequestParams(),
         kind=kinds.get(endpoint, endpoint),
         prompts=[EncodedPrompt([*text.encode()], text, [])],
         vectors=None if endpoint in DRAWING_ENDPOINTS else VectorWish(VectorSpec(1)),

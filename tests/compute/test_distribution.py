@@ -29,7 +29,7 @@ from fminfer.compute.sampling.sampler import (
 )
 from fminfer.compute.values.step import make_draws
 from fminfer.contract.field_table import COLUMNS
-from fminfer.contract.request import SamplingParams
+from fminfer.contract.request import RequestParams
 from fminfer.core.messages import Mask, make_mask, pack_token_ids
 from fminfer.engine.noise import make_draw_key, make_noise_key, make_step_noise
 from fminfer.models.layer_source import open_weights
@@ -150,7 +150,7 @@ def key_of(
     candidate: int = 0,
 ) -> bytes:
     """Return the key of a sequence's draws."""
-    key = make_draw_key([list(prompt)], SamplingParams(), seed, repeat, b"")
+    key = make_draw_key([list(prompt)], RequestParams(), seed, repeat, b"")
     return make_noise_key(key, index, candidate)
 
 

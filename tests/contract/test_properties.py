@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import fminfer
 from fminfer.contract.envelope import Line
-from fminfer.contract.request import SamplingParams
+from fminfer.contract.request import RequestParams
 from fminfer.files.line_reader import read_lines
 from fminfer.text.tokenizer import _make_byte_alphabet
 from tests.conftest import num_examples
@@ -184,7 +184,7 @@ ODD_VALUES = [
     {"5": 1000},
     {"-1": 0},
 ]
-FIELDS = [field.name for field in fields(SamplingParams)]
+FIELDS = [field.name for field in fields(RequestParams)]
 FIELDS += ["prompt", "stream", "suffix", "user", "model", "engine", "unknown", ""]
 FIELDS += ["request", "body", "custom_id", "method", "url"]
 FRAGMENTS = rb"{ } [ ] , : \" \\ NaN Infinity - \ud800 \u0000 1e999 ' // null".split()

@@ -11,7 +11,7 @@ from fminfer.contract.chat import parse_chat
 from fminfer.contract.envelope import Line, parse_envelope
 from fminfer.contract.field_table import FIELDS
 from fminfer.contract.prompts import MAX_CHOICES
-from fminfer.contract.request import Request, SamplingParams
+from fminfer.contract.request import Request, RequestParams
 from fminfer.contract.request import parse_request as check_fields
 from fminfer.core.errors import ErrorCode, RequestError
 
@@ -23,7 +23,7 @@ def parse_request(raw: bytes, *, max_logprobs: int, is_strict: bool = False) -> 
     return check_fields(envelope.fields, max_logprobs=max_logprobs, is_strict=is_strict)
 
 
-def params(**fields: object) -> SamplingParams:
+def params(**fields: object) -> RequestParams:
     line = json.dumps({"prompt": "x"} | fields).encode()
     return parse_request(line, max_logprobs=100).params
 

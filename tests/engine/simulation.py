@@ -28,7 +28,7 @@ import click
 import numpy as np
 
 from fminfer.contract.field_table import COLUMNS
-from fminfer.contract.request import DEFAULTS, SamplingParams, VectorSpec, VectorWish
+from fminfer.contract.request import DEFAULTS, RequestParams, VectorSpec, VectorWish
 from fminfer.core.errors import FminferError, RequestError, StepLimitError
 from fminfer.core.messages import Mask, make_mask, pack_token_ids
 from fminfer.engine.answer import AnswerStyle
@@ -332,7 +332,7 @@ def _alternatives(seen: int, token_id: int, count: int) -> dict[str, float]:
 
 
 def _edits(
-    params: SamplingParams, drawn: list[int]
+    params: RequestParams, drawn: list[int]
 ) -> tuple[tuple[int, float, float, float], ...]:
     """Return the changes of logits behind these tokens, by the contract."""
     if not (params.logit_bias or params.has_penalties):
@@ -638,14 +638,14 @@ class Simulation:
             is_streamed=self.kind != "pooled" and rng.random() < 0.5,
         )
 
-    def _draw_params(self) -> SamplingParams:
+    def _draw_params(self) -> RequestParams:
         rng = self._rng
         n = rng.choice([1] * 9 + [2] if self.is_crowd else [1, 1, 1, 2, 3])
         is_scored = rng.random() < 0.25
         max_tokens = 30 if self.is_crowd else rng.choice([1, 2, 5, 12, 30])
         if rng.random() < 0.15:
             max_tokens = 0
-        params = SamplingParams(
+        params = RequestParams(
             max_tokens=max_tokens,
             min_tokens=rng.choice([0, 0, 0, min(3, max_tokens)]),
             temperature=rng.choice([0.0, 0.0, 0.5, 1.0]),
@@ -673,7 +673,7 @@ class Simulation:
             params = replace(params, logit_bias=((3, 1.5), (50, -2.0)))
         return params
 
-    def _draw_prompt(self, params: SamplingParams) -> EncodedPrompt:
+    def _draw_prompt(self, params: RequestParams) -> EncodedPrompt:
         rng = self._rng
         stem = rng.choice(self._stems)
         ids = stem[: rng.choice([1, len(stem), rng.randint(1, len(stem))])]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fminfer.contract.envelope import MAX_QUOTED_BYTES
-from fminfer.contract.request import SamplingParams
+from fminfer.contract.request import RequestParams
 from fminfer.contract.row_warnings import MAX_NAMES
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
@@ -250,7 +250,7 @@ def test_a_prompt_that_is_too_long_is_named(demo: Tokenizer) -> None:
 
 def test_changes_of_logits_are_made_when_a_sequence_runs() -> None:
     """16,384 prompts that waited had 16,384 tables of a `logit_bias` of 50,000 tokens."""
-    params = SamplingParams(logit_bias=((5, 1.0), (7, -1.0)), repetition_penalty=1.5)
+    params = RequestParams(logit_bias=((5, 1.0), (7, -1.0)), repetition_penalty=1.5)
     edits = LogitEdits(params, [7, 9])
     assert "columns" not in vars(edits)
     assert edits.columns["edit_ids"].tolist() == [5, 7, 9]

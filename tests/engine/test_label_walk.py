@@ -12,7 +12,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fminfer.contract.request import SamplingParams
+from fminfer.contract.request import RequestParams
 from fminfer.core.config import Constraint
 from fminfer.engine.engine_core import Event, Failed, Finished
 from fminfer.engine.label_walk import LabelWalk
@@ -86,7 +86,7 @@ def find_expected(
 
 
 def make_request(prompt: list[int], longest: int, **fields: Any) -> PreparedRequest:
-    params = SamplingParams(
+    params = RequestParams(
         max_tokens=longest, temperature=0, constraint=LABELS, **fields
     )
     return PreparedRequest(params, [EncodedPrompt(prompt, "", [])])
@@ -319,7 +319,7 @@ def test_a_given_up_branch_of_an_encoder_is_not_fed(seed: int) -> None:
             start["sources"] = [EncodedPrompt(source, "", [])]
             labelled = make_request([5], 2)
             bad.append(bench.loop.add(replace(labelled, **start)))
-            drawn = SamplingParams(max_tokens=4, temperature=0)
+            drawn = RequestParams(max_tokens=4, temperature=0)
             good.append(bench.loop.add(PreparedRequest(drawn, **start)))
         events = run(bench)
     assert all(isinstance(events[request_id], Failed) for request_id in bad)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
-from fminfer.contract.request import SamplingParams
+from fminfer.contract.request import RequestParams
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.prefix import PrefixCache, SharedTokens
 from fminfer.engine.prompt_fit import RequestLimits
@@ -193,7 +193,7 @@ def test_how_much_a_waiting_prompt_shares() -> None:
         else:
             encoded = EncodedPrompt(ids, "", [])
             owner = RequestState(
-                0, PreparedRequest(SamplingParams(), [encoded]), added_s=0.0
+                0, PreparedRequest(RequestParams(), [encoded]), added_s=0.0
             )
             prompts.append(PromptState(owner, 0, encoded))
             waiting.add_preempted(prompts[-1])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fminfer.compute.values.step import unpack_masks
-from fminfer.contract.request import SamplingParams
+from fminfer.contract.request import RequestParams
 from fminfer.core.errors import UsageError
 from fminfer.core.messages import Mask, invert_mask, make_mask, pack_token_ids
 from fminfer.core.quantities import describe_seconds
@@ -96,7 +96,7 @@ def test_bans_are_a_mask(
 ) -> None:
     """A banned first token of a longer word is none of it."""
     words = [*((token_id,) for token_id in never), (8, 9)]
-    bans = Bans(SamplingParams(allowed_token_ids=allowed), frozenset([5]), words)
+    bans = Bans(RequestParams(allowed_token_ids=allowed), frozenset([5]), words)
     assert bans.mask == Mask(bits, few) == make_mask(bits)
 
 
@@ -115,7 +115,7 @@ def test_where_nothing_else_is_left_an_answer_may_end(
 ) -> None:
     """Its constraint left 3, which stops it and is not among the allowed, or the held 2
     and EOS."""
-    params = SamplingParams(
+    params = RequestParams(
         allowed_token_ids=(2, 7), stop_token_ids=(2, 3), min_tokens=4
     )
     bans = Bans(params, frozenset([5]), [], frozenset([2, 3]))
@@ -128,7 +128,7 @@ def test_where_nothing_else_is_left_an_answer_may_end(
 
 
 def test_rows_that_may_draw_the_same_share_a_mask() -> None:
-    params = SamplingParams(temperature=0, max_tokens=1)
+    params = RequestParams(temperature=0, max_tokens=1)
     slots = Slots()
 
     def row(*never: int) -> PackedRow:
@@ -171,9 +171,7 @@ def key_of(
     **fields: Any,
 ) -> bytes:
     """Return the key of a sequence's draws."""
-    key = make_draw_key(
-        ids or [[5, 6]], SamplingParams(**fields), seed, repeat, meaning
-    )
+    key = make_draw_key(ids or [[5, 6]], RequestParams(**fields), seed, repeat, meaning)
     return make_noise_key(key, *place)
 
 
@@ -217,13 +215,13 @@ def test_what_only_shows_or_ends_an_answer_changes_no_draw() -> None:
 
 def test_draws_are_those_of_earlier_versions() -> None:
     """A new field of requests would change all of them, were its default part of the key."""
-    some = SamplingParams(temperature=0.7, top_p=0.9, logit_bias=((5, 1.0),))
-    others = SamplingParams(
+    some = RequestParams(temperature=0.7, top_p=0.9, logit_bias=((5, 1.0),))
+    others = RequestParams(
         min_tokens=3, stop=("x",), presence_penalty=0.5, max_tokens=99, top_k=7
     )
     for params, draws, meaning in (
         (
-            SamplingParams(),
+            RequestParams(),
             "b594cfb8cee0ef73e7e3d8319d40b0a1",
             "5389065fb5d50960fbbec4d6643adb57",
         ),
@@ -239,10 +237,10 @@ def test_draws_are_those_of_earlier_versions() -> None:
 
 
 def test_requests_of_one_meaning() -> None:
-    same = digest_meaning(["x"], SamplingParams(seed=1))
-    assert digest_meaning(["x"], SamplingParams(seed=2, presence_penalty=-0.0)) == same
-    assert digest_meaning(["x"], SamplingParams(max_tokens=17)) != same
-    assert digest_meaning([[120]], SamplingParams()) != same and len(same) == 16
+    same = digest_meaning(["x"], RequestParams(seed=1))
+    assert digest_meaning(["x"], RequestParams(seed=2, presence_penalty=-0.0)) == same
+    assert digest_meaning(["x"], RequestParams(max_tokens=17)) != same
+    assert digest_meaning([[120]], RequestParams()) != same and len(same) == 16
 
 
 def test_the_noise_of_steps_is_uniform_over_64_bits() -> None:

@@ -17,7 +17,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from fminfer.compute.values.step import Step
-from fminfer.contract.request import SamplingParams
+from fminfer.contract.request import RequestParams
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.packing import PlannedStep
@@ -39,7 +39,7 @@ from tests.engine.remembering import VOCAB, RememberingPipeline, logprob_of
 def make_prompt(
     ids: list[int], priority: int = 0, n: int = 1, **fields: Any
 ) -> PromptState:
-    params = SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | fields))
+    params = RequestParams(**({"temperature": 0.0, "max_tokens": 8} | fields))
     encoded = EncodedPrompt(ids, "", [])
     owner = RequestState(
         0, PreparedRequest(params, [encoded]), added_s=0.0, priority=priority

@@ -18,7 +18,7 @@ import transformers
 
 import fminfer
 from fminfer.answers.answer_index import make_answer_key
-from fminfer.contract.request import SamplingParams, VectorSpec, VectorWish
+from fminfer.contract.request import RequestParams, VectorSpec, VectorWish
 from fminfer.core.config import Constraint, EngineConfig
 from fminfer.core.option import options_of
 from fminfer.engine.noise import describe_params, make_draw_key
@@ -270,7 +270,7 @@ def test_measured_costs_are_read(tmp_path: Path) -> None:
 
 
 # All that a request can say, each in another value than its default.
-PARAMS = SamplingParams(
+PARAMS = RequestParams(
     max_tokens=9,
     min_tokens=2,
     temperature=0.8,
@@ -329,7 +329,7 @@ def test_keys_of_kept_answers_are_what_they_were() -> None:
         "of an encoder": PreparedRequest(
             PARAMS, [PROMPT], sources=[PROMPT], num_start=1
         ),
-        "vectors": PreparedRequest(SamplingParams(), [PROMPT], vectors=wish),
+        "vectors": PreparedRequest(RequestParams(), [PROMPT], vectors=wish),
     }
     found = {
         name: make_answer_key(each, b"terms").hex() for name, each in prepared.items()

@@ -21,7 +21,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from fminfer.contract.request import SamplingParams
+from fminfer.contract.request import RequestParams
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError, UsageError
 from fminfer.core.messages import MemoryPeak, RankMemory
@@ -357,7 +357,7 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
 ASK = Ask(
     7,
     PreparedRequest(
-        SamplingParams(stop=("\ud800", "x"), logit_bias=((5, -1.5),), seed=-(2**63)),
+        RequestParams(stop=("\ud800", "x"), logit_bias=((5, -1.5),), seed=-(2**63)),
         [EncodedPrompt([*range(20)], "text", [0, 1]), EncodedPrompt([1], "", [])],
         repeat=2,
         meaning=b"\xff\x00",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fminfer.contract.request import SamplingParams
+from fminfer.contract.request import RequestParams
 from fminfer.engine.engine_core import Delta, Event, Finished
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.server.http_errors import HttpError
@@ -20,7 +20,7 @@ USAGE = {
 
 
 def make_shape() -> ResponseShape:
-    prepared = PreparedRequest(SamplingParams(), [], kind="chat")
+    prepared = PreparedRequest(RequestParams(), [], kind="chat")
     return ResponseShape({"input": "a"}, prepared, "demo")
 
 

@@ -16,7 +16,7 @@ import fminfer
 from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.field_table import FIELDS
 from fminfer.contract.fields import Field
-from fminfer.contract.request import SamplingParams
+from fminfer.contract.request import RequestParams
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
 from fminfer.engine.engine_core import Finished
@@ -139,7 +139,7 @@ def ranges(limits: RequestLimits) -> Iterator[tuple[str, str, float, float, floa
 def test_every_default_changes_nothing(
     engine: fminfer.Engine, limits: RequestLimits
 ) -> None:
-    names = {each.name for each in fields_of(SamplingParams)}
+    names = {each.name for each in fields_of(RequestParams)}
     for kind, fields in tables().items():
         needed: Fields = PROMPT if kind == "text" else MESSAGES
         plain = engine.intake.parse(needed)

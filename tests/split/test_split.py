@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from fminfer.cli.app import main
 from fminfer.contract.envelope import Line
 from fminfer.contract.field_table import LINE_FIELDS
-from fminfer.contract.request import SamplingParams
+from fminfer.contract.request import RequestParams
 from fminfer.core.errors import DamagedInputError, FminferError, OutputError, UsageError
 from fminfer.files.claims import remove_all_claims
 from fminfer.files.input_folders import find_inputs
@@ -116,7 +116,7 @@ def test_equal_hyperparameters(one: dict[str, Any], other: dict[str, Any]) -> No
 
 
 # A constraint is made of several fields, which are of lines.
-OF_PARTS = {each.name for each in fields(SamplingParams)} - LINE_FIELDS - {"constraint"}
+OF_PARTS = {each.name for each in fields(RequestParams)} - LINE_FIELDS - {"constraint"}
 
 
 @pytest.mark.parametrize("name", sorted(OF_PARTS))

@@ -13,7 +13,7 @@ from fminfer.answers.answer_index import make_answer_key
 from fminfer.answers.line_counter import LineCounter
 from fminfer.contract.envelope import Envelope, Line, parse_envelope, quote_text
 from fminfer.contract.record import Record, make_line_id, make_record_key
-from fminfer.contract.request import SamplingParams
+from fminfer.contract.request import RequestParams
 from fminfer.contract.responses import make_response_head, make_result
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.errors import line_error
@@ -56,7 +56,7 @@ class LineRequest:
         return self.prepared.prompts[0].ids
 
     @property
-    def params(self) -> SamplingParams:
+    def params(self) -> RequestParams:
         return self.prepared.params
 
     @property

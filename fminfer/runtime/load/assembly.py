@@ -15,7 +15,7 @@ import torch
 from fminfer.answers.line_counter import LineCounter
 from fminfer.contract.field_table import COLUMNS, FIELDS
 from fminfer.contract.fields import INT64, make_integer_kind
-from fminfer.contract.request import DEFAULTS, SamplingParams, VectorSpec
+from fminfer.contract.request import DEFAULTS, RequestParams, VectorSpec
 from fminfer.core.config import (
     EngineConfig,
     MemoryOptions,
@@ -271,7 +271,7 @@ def _choose_odds(
 
 def _find_defaults(
     config: RequestOptions, checkpoint: Checkpoint
-) -> tuple[SamplingParams, int | None]:
+) -> tuple[RequestParams, int | None]:
     """Return the defaults of parameters, and the most tokens of a chat without a limit."""
     if config.generation_config == "openai":
         return DEFAULTS, None

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 from fminfer.contract.json_object import dump_json, parse_json
-from fminfer.contract.request import SamplingParams, VectorSpec, VectorWish
+from fminfer.contract.request import RequestParams, VectorSpec, VectorWish
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
 from fminfer.core.messages import MemoryPeak, RankMemory
@@ -78,7 +78,7 @@ _CLASSES = {
         PreparedRequest,
         Observation,
         LabelSpelling,
-        SamplingParams,
+        RequestParams,
         Thought,
         ThoughtForm,
         EncodedPrompt,
