@@ -2,7 +2,17 @@
 #
 #   docker build -t fminfer .                              for CPUs
 #   docker build -t fminfer --build-arg DEVICE=cuda .      for NVIDIA's GPUs
-ARG BASE=python:3.12-slim
+ARG BASE=python:3.12-slim-bookworm
+ARG WHEEL_BASE=python:3.12-bookworm
+
+# The wheel, with kernels for each processor; the image that serves needs no compiler.
+FROM ${WHEEL_BASE} AS wheel
+WORKDIR /src
+COPY setup.cfg pyproject.toml README.md LICENSE ./
+COPY scripts/wheel ./scripts/wheel
+COPY fminfer ./fminfer
+RUN python scripts/wheel --no-try
+
 FROM ${BASE}
 
 # cpu, or cuda. The CUDA libraries come with torch's wheels; the driver comes from the host.
@@ -12,14 +22,9 @@ ARG TORCH_INDEX=
 # What else is installed, such as remote: extras of setup.cfg, with commas.
 ARG EXTRAS=serve
 
-# The kernels are compiled when a server starts first.
-RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ \
-    && rm -rf /var/lib/apt/lists/*
-
 WORKDIR /opt/fminfer
-COPY setup.cfg pyproject.toml constraints.txt README.md LICENSE ./
-COPY fminfer ./fminfer
+COPY constraints.txt ./
+COPY --from=wheel /src/dist/*manylinux*.whl ./
 RUN set -eu; index="${TORCH_INDEX}"; \
     case "${DEVICE}" in \
         cpu) index="${index:-https://download.pytorch.org/whl/cpu}" ;; \
@@ -27,10 +32,10 @@ RUN set -eu; index="${TORCH_INDEX}"; \
         *) echo "DEVICE is ${DEVICE}; it must be cpu or cuda" >&2; exit 1 ;; \
     esac; \
     pip install --no-cache-dir --constraint constraints.txt \
-        ${index:+--extra-index-url "${index}"} ".[${EXTRAS}]"
+        ${index:+--extra-index-url "${index}"} "$(echo ./fminfer-*.whl)[${EXTRAS}]"
 COPY scripts/container_start /usr/local/bin/container_start
 
-# What is compiled, and models of the hub, go to /cache; it must be this user's own.
+# Models of the hub, and what else is kept, go to /cache; it must be this user's own.
 RUN useradd --create-home --uid 1000 fminfer \
     && install --directory --mode 700 --owner fminfer --group fminfer /cache
 ENV XDG_CACHE_HOME=/cache \

@@ -1,6 +1,7 @@
 #!/usr/bin/env python
 """Writes tables of the docs from the code: of request fields and error codes in
-docs/contract.md, and of what servers call the fields in docs/remote_engine.md.
+docs/contract.md, of what servers call the fields in docs/remote_engine.md, and of what vLLM's
+arguments do in docs/other_names.md.
 
 scripts/field_tables.py            # after a change of the table
 scripts/field_tables.py --check    # ends with 1 if the docs say something else
@@ -19,6 +20,7 @@ from fminfer.contract.fields import Field
 from fminfer.contract.request import DEFAULTS
 from fminfer.core.config import Constraint
 from fminfer.core.errors import ERROR_CODES, RETRYABLE
+from fminfer.interfaces.vllm_arguments import ARGUMENTS
 
 # Whose table has the fields that an endpoint shares.
 SHOWN: dict[Endpoint, Endpoint] = {
@@ -165,6 +167,23 @@ def held_cell(dialect: Dialect, constraint: Constraint) -> str:
     return "; ".join(f"in {where} `{name}`" for where, name in names.items())
 
 
+def arguments() -> str:
+    """Return what the arguments of vLLM's names do."""
+    rows = ["| of | arguments | here |", "|---|---|---|"]
+    for call, table in ARGUMENTS.items():
+        names_of: dict[str, list[str]] = {}
+        for name, argument in table.items():
+            text = argument.text
+            if argument.effect != "acted on":
+                text = f"**{argument.effect}**: {text}"
+            names_of.setdefault(text, []).append(f"`{name}`")
+        rows += [
+            f"| `{call}` | {', '.join(names)} | {text} |"
+            for text, names in names_of.items()
+        ]
+    return "\n".join(rows)
+
+
 def contract_parts() -> dict[str, str]:
     """Return the tables of docs/contract.md, by their marks."""
     return {
@@ -196,6 +215,7 @@ if __name__ == "__main__":
     pages = {
         "contract": contract_parts(),
         "remote_engine": {"fields: servers": servers()},
+        "other_names": {"arguments": arguments()},
     }
     for page, parts in pages.items():
         path = DOCS / f"{page}.md"

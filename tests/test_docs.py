@@ -34,7 +34,7 @@ def test_the_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     run = [code for code in examples if "while serving" not in code]
     assert len(run) >= 2
     for code in run:
-        exec(compile(code, "python.md", "exec"), {})
+        exec(compile(code, "python.md", "exec", dont_inherit=True), {})
     printed = capsys.readouterr().out
     assert printed.startswith(" south") or printed.startswith(" north"), (
         "answers are texts first"

@@ -18,7 +18,7 @@ LAYERS = """
 cli
 server cluster integrations
 job split
-estimate client
+estimate client interfaces
 runtime
 plan answers
 forward
@@ -58,16 +58,12 @@ LATE = {
     "llguidance": "takes 0.1 s, and only constrained answers need it",
     "tomllib": "takes 3 ms, and only --config needs it",
     "tomli": "the same",
+    "importlib": "loads the names of fminfer on first use",
     "importlib.metadata": "takes time, and is needed once transformers is imported",
 }
 # The same of our own modules: (package that imports, what it imports).
 OWN_LATE = {
-    (
-        "fminfer",
-        "fminfer.runtime",
-    ): "Engine brings torch; the errors and the version do not",
     ("fminfer", "fminfer.machine.processor"): "which must come before torch",
-    ("fminfer", "fminfer.engine"): "the same",
     ("cli", "fminfer.estimate"): "brings torch, and `fminfer --help` needs 0.3 s",
     ("cli", "fminfer.models.checkpoint"): "the same",
     ("cli", "fminfer.models.quantized_folder"): "the same",

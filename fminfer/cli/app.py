@@ -18,6 +18,7 @@ from fminfer.answers.cache_place import KeptAnswers
 from fminfer.cli.bench_command import bench
 from fminfer.cli.check_command import check
 from fminfer.cli.config_file import ConfiguredCommand, print_notices
+from fminfer.cli.doctor_command import doctor
 from fminfer.cli.families_command import families
 from fminfer.cli.flags import PathOrUrl, make_flags
 from fminfer.cli.old_command_lines import describe_unknown_command, unknown_option_error
@@ -92,7 +93,7 @@ def main() -> None:
     \b
     fminfer run --prompt "How do you go from the den to the porch?"     print one answer
     fminfer run requests.jsonl                      write the answers to output_requests.jsonl
-    fminfer run --help                              show all options of a run
+    fminfer run --help                              show its common flags; --help-all: every one
     fminfer serve /models/llama                     OpenAI's API over HTTP, and a page to chat on
     fminfer check requests.jsonl                    find wrong lines, predict memory
     fminfer status shards/                          show the progress of runs
@@ -103,6 +104,7 @@ def main() -> None:
     fminfer split --input-file requests.jsonl --output-dir parts/
     fminfer merge --input-dir parts/ --output answers.jsonl
     fminfer submit --scheduler slurm --infer-data shards/     send a cluster job for each file
+    fminfer doctor                                  show what to paste into a report
     """
 
 
@@ -123,6 +125,7 @@ for command in (
     families,
     quantize,
     bench,
+    doctor,
 ):
     main.add_command(command)
 main.add_command(service)
@@ -138,10 +141,12 @@ def run(paths: tuple[Location, ...], **options: Any) -> None:
     fminfer run --prompt "How do you go from the den to the porch?"
     fminfer run requests.jsonl
     fminfer run --infer-data shards/ --model-name /models/llama --output answers/
+    fminfer run reviews.csv --prompt-template 'Is it good? {{ text }}' --choices yes,no
+    \f
+    \b
     fminfer run requests.jsonl --random-init llama-160m --stats stats.json
     zstdcat requests.jsonl.zst | fminfer run -q - > answers.jsonl 2> errors.jsonl
     fminfer run --model-name /models/llama --batch-size 8 --input-seq-length 512
-    fminfer run reviews.csv --prompt-template 'Is it good? {{ text }}' --choices yes,no
 
     Each line is a bare request, {"request": {…}, …} or an OpenAI Batch line. Its answer has the
     same shape. Answers are in the order of the input. A wrong line goes to
@@ -159,7 +164,7 @@ def run(paths: tuple[Location, ...], **options: Any) -> None:
     143 the same command goes on where the run ended.
 
     Environment: FMINFER_MODEL_NAME and so on set flags, as --config's file does.
-    FMINFER_CPU=avx2, avx512 or avx512_bf16 limits a newer processor to those
+    FMINFER_CPU=avx2, avx512, avx512_bf16 or amx limits a newer processor to those
     instructions, so that it computes as an older one would.
     """
     process = pop_options(ProcessOptions, options)

@@ -39,6 +39,7 @@ def bench(**options: Any) -> None:
     fminfer bench --model-name /models/bloom-7b1 --dtype bfloat16 --batch-sizes 1,8
     fminfer bench --model-name /models/bloom --tp 8 --plot bloom.svg
     fminfer bench --model-name /models/bloom-7b1 --calibrate
+    \f
 
     It measures as the BLOOM inference scripts do: greedy generation of 100 tokens from
     inputs of a few tokens, each batch size once, after a short row to warm up. For a model that

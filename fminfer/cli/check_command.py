@@ -47,6 +47,7 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     fminfer check requests.jsonl --model-name /models/opt-175b --world-size 8 --device-memory 80G
     fminfer check requests.jsonl --random-init bloom-176b --plan --device-kind h200
     --num-devices 8
+    \f
 
     It checks lines as `fminfer run` does, with the same messages. It prints each
     message once, with the numbers of its lines. It counts their tokens, and shows the

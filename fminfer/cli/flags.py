@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin
 
 import click
 
-from fminfer.cli.option_table import options_for
+from fminfer.cli.option_table import COMMON, options_for
 from fminfer.core.config import DType, ModelDType
 from fminfer.core.option import (
     EMPTY,
@@ -215,15 +215,73 @@ class GroupedOption(click.Option):
         return super().handle_parse_result(ctx, opts, args)
 
 
+SHOWS_ALL = "fminfer.shows_all_flags"  # in a context's meta
+
+
+def _print_whole_help(
+    ctx: click.Context, param: click.Parameter, is_wanted: bool
+) -> None:
+    if is_wanted and not ctx.resilient_parsing:
+        ctx.meta[SHOWS_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
 class GroupedCommand(click.Command):
-    """A command whose help shows its options in groups; the usage line has the arguments."""
+    """A command whose help shows its options in groups; the usage line has the arguments.
+
+    --help shows those of `COMMON`, and of the text what stands before a form feed. --help-all
+    shows all.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.name in COMMON:
+            whole_help = GroupedOption(
+                ["--help-all"],
+                group="Help",
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=_print_whole_help,
+                help="Show every flag, and the whole text.",
+            )
+            self.params.append(whole_help)
+
+    def format_help_text(
+        self, ctx: click.Context, formatter: click.HelpFormatter
+    ) -> None:
+        """Write the text, or what of it stands before a form feed."""
+        text = self.help
+        if ctx.meta.get(SHOWS_ALL):
+            self.help = (text or "").replace("\f", "")
+        try:
+            super().format_help_text(ctx, formatter)
+        finally:
+            self.help = text
 
     def format_options(
         self, ctx: click.Context, formatter: click.HelpFormatter
     ) -> None:
-        """Write one section for each group; click's own --help stands in the last one."""
+        """Write one section for each group, or one of common flags."""
         rows: dict[str, list[tuple[str, str]]] = {group: [] for group in GROUPS}
-        for param in self.get_params(ctx):
+        params = self.get_params(ctx)
+        common = COMMON.get(self.name or "", ())
+        if common and not ctx.meta.get(SHOWS_ALL):
+            by_name = {param.name: param for param in params}
+            records = [_describe_briefly(by_name[name], ctx) for name in common]
+            with formatter.section("Common flags"):
+                formatter.write_dl(records)
+            formatter.write_paragraph()
+            num_flags = sum(
+                isinstance(param, GroupedOption) and not param.hidden
+                for param in params
+            )
+            formatter.write_text(
+                f"All {num_flags} flags: {ctx.command_path} --help-all"
+            )
+            return
+        for param in params:
             record = (
                 param.get_help_record(ctx) if isinstance(param, click.Option) else None
             )
@@ -235,6 +293,15 @@ class GroupedCommand(click.Command):
             if records:
                 with formatter.section(group):
                     formatter.write_dl(records)
+
+
+def _describe_briefly(param: click.Parameter, ctx: click.Context) -> tuple[str, str]:
+    """Return an option's first flag, and the first sentence of its help."""
+    assert isinstance(param, click.Option), "arguments have no flags"
+    _, text = param.get_help_record(ctx) or ("", "")
+    metavar = "" if param.is_flag else param.make_metavar(ctx)
+    sentence = re.split(r"(?<=[.:]) |  \[", text, maxsplit=1)[0]
+    return f"{param.opts[0]} {metavar}".rstrip(), sentence.rstrip(":")
 
 
 CONFIG_OPTION = GroupedOption(

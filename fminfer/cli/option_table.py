@@ -113,6 +113,69 @@ class QuantizeOptions(Options):
     )
 
 
+# The flags that --help shows; --help-all shows the others, too.
+COMMON: dict[str, tuple[str, ...]] = {
+    "run": (
+        "output",
+        "prompts",
+        "prompt_template",
+        "choices",
+        "report",
+        "engine",
+        "model",
+        "quantize",
+        "world_size",
+        "dtype",
+    ),
+    "serve": (
+        "model",
+        "host",
+        "port",
+        "api_keys",
+        "state",
+        "engine",
+        "quantize",
+        "world_size",
+        "dtype",
+        "max_rows",
+    ),
+    "check": (
+        "model",
+        "prompt_template",
+        "choices",
+        "is_all",
+        "is_json",
+        "is_plan",
+        "device_bytes",
+        "quantize",
+        "world_size",
+        "dtype",
+    ),
+    "bench": (
+        "model",
+        "random_init",
+        "batch_sizes",
+        "new_tokens",
+        "plot",
+        "calibrate",
+        "quantize",
+        "world_size",
+        "dtype",
+        "threads",
+    ),
+    "submit": (
+        "scheduler",
+        "infer_data",
+        "mode",
+        "time_s",
+        "queue",
+        "gpus",
+        "nodes",
+        "directives",
+        "max_running",
+        "dry_run",
+    ),
+}
 # In this order the help shows the options of a group.
 TABLES: tuple[type[Options], ...] = (
     SubmitOptions,

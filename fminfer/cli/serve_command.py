@@ -16,6 +16,7 @@ from fminfer.client.remote_options import RemoteOptions, check_no_model_flags
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.option import pop_options
+from fminfer.machine.installation import describe_install
 from fminfer.pipeline.ranks import RankConfig
 from fminfer.runtime.launch.processes import ProcessContext
 from fminfer.runtime.launch.role import Role, find_role
@@ -57,11 +58,13 @@ def serve(**options: Any) -> None:
     fminfer serve --model-name /models/llama --host 0.0.0.0 --port 8000
     fminfer serve --model-name /models/llama --state ~/batches  # /v1/files, /v1/batches
     fminfer serve --config fminfer.toml
+    \f
+    \b
     fminfer serve --model-name /models/opt-30b --world-size 4
     fminfer serve --engine http://host:8000/v1 --state ~/batches  # batches alone
 
-    It has the engine of fminfer run, and its ranks. It needs the extra: pip install
-    '.[serve]' in a clone.
+    It has the engine of fminfer run, and its ranks. It needs the extra
+    serve; without it the command that installs it is printed.
 
     Every flag is also a key of --config's file, and a variable: FMINFER_API_KEY=key1,key2 is
     --api-key. The start lines of EnergonAI's services work, too (docs/coming_from.md).
@@ -98,7 +101,7 @@ def _require_extra() -> None:
     if missing := [name for name in EXTRA if importlib.util.find_spec(name) is None]:
         raise UsageError(
             f"fminfer serve needs {', '.join(missing)}, which the extra installs: "
-            "pip install '.[serve]' in a clone of fminfer"
+            f"{describe_install('serve')}"
         )
 
 

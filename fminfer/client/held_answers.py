@@ -8,6 +8,7 @@ from functools import cache
 from fminfer.client.held_worker import build_checker
 from fminfer.core.config import Constraint
 from fminfer.core.errors import UsageError
+from fminfer.machine.installation import describe_install
 from fminfer.text.limited_process import LimitedPool, LimitError
 
 MAX_QUOTED = 200  # characters of an answer in an error
@@ -37,7 +38,7 @@ def check_held(constraint: Constraint, text: str) -> str:
         except OSError as error:
             raise UsageError(
                 "--engine checks answers by jsonschema, which does not run here: "
-                f"{error}; pip install 'fminfer[remote-engine]'"
+                f"{error}; {describe_install('remote-engine')}"
             ) from None
     if not fault:
         return ""

@@ -22,6 +22,7 @@ from fminfer.client.server_trouble import ServerTroubleError
 from fminfer.client.verdicts import make_verdict, quote
 from fminfer.contract.endpoints import Endpoint
 from fminfer.core.errors import RequestError, ServerError, UsageError
+from fminfer.machine.installation import describe_install
 
 STREAMED: tuple[Endpoint, ...] = ("completions", "chat", "responses")
 # a response is asked for as the chat that it is made of
@@ -60,7 +61,7 @@ def import_httpx() -> Any:
         import httpx
     except ImportError as error:
         raise UsageError(
-            f"--engine needs httpx ({error}); pip install 'fminfer[remote-engine]'"
+            f"--engine needs httpx ({error}); {describe_install('remote-engine')}"
         ) from None
     return httpx
 

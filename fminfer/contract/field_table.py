@@ -395,8 +395,8 @@ _VECTOR_FIELDS = (
         TEXT_KIND,
         prompt_name="The name of one of the model's own prompts. It stands before each "
         "text, and "
-        "before the first text of a pair. Token ids take none. Default: the model's default "
-        "prompt, if it has one.",
+        'before the first text of a pair. Token ids take none. "": none. Default: the '
+        "model's default prompt, if it has one.",
     ),
     *_make_fields(
         SWITCH_KIND, add_special_tokens="false: no special tokens around a text."

@@ -22,6 +22,7 @@ from fminfer.contract.envelope import (
 from fminfer.contract.json_object import dump_json, find_members, parse_json
 from fminfer.contract.responses import convert_result
 from fminfer.core.errors import RequestError
+from fminfer.core.html_table import make_html_table
 
 _START = b'{"request":'
 _RESULT = b',"result":'
@@ -65,6 +66,9 @@ class Record:
     # of a server's batch, whose records all have OpenAI's form
     is_of_batch: bool = False
     vector: bytes = b""  # float32 numbers that go to a file of their own
+    # Of a run whose answers have a type: the object, or why there is none.
+    answer: Any = None
+    answer_error: str = ""
 
     @property
     def choices(self) -> list[Choice]:
@@ -84,6 +88,23 @@ class Record:
     def text(self) -> str:
         """The text of the first answer, none of vectors; it raises what `choices` raises."""
         return next((choice.text for choice in self.choices), "")
+
+    def _repr_html_(self) -> str:
+        """Return a table for a notebook."""
+        rows: list[tuple[str, object]] = [
+            ("line", self.line.number),
+            ("request", self.envelope.request.decode(errors="replace")),
+        ]
+        if self.error is not None:
+            rows.append(("error", self.error.message))
+        elif self.result is not None and self.choices:
+            rows += [(f"choice {n}", c.text) for n, c in enumerate(self.choices)]
+        else:
+            rows.append(("result", self.result))
+        if self.answer is not None or self.answer_error:
+            rows.append(("answer", self.answer_error or repr(self.answer)))
+        tokens = f"{self.num_prompt_tokens} read, {self.num_completion_tokens} drawn"
+        return make_html_table([*rows, ("tokens", tokens)])
 
     @property
     def key(self) -> bytes:

@@ -186,7 +186,9 @@ def _parse_use_activation(value: bool | None, spec: VectorSpec) -> bool:
 def _parse_prompt_name(
     name: str | None, prompts: list[str | list[int]], spec: VectorSpec
 ) -> str:
-    """Return the model's prompt of a name, or its default one; "": there is none."""
+    """Return the model's prompt of a name, or its default one; "": none, by wish or without."""
+    if name == "":
+        return ""
     if name is not None and name not in spec.prompts:
         known = ", ".join(map(describe_value, spec.prompts)) or "none"
         raise RequestError(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+from fminfer.core.html_table import make_html_table
 from fminfer.core.messages import StageSpan
 from fminfer.engine.sequence import PreparedRequest, PromptState
 
@@ -104,6 +105,15 @@ class EngineStats:
             for name in (each.name for each in fields(mine)):
                 if name != "read":
                     setattr(mine, name, getattr(mine, name) + getattr(its, name))
+
+    def _repr_html_(self) -> str:
+        """Return a table for a notebook; counts of 0 are left out."""
+        counts = ((each.name, getattr(self, each.name)) for each in fields(self))
+        return make_html_table(
+            (name.removeprefix("num_").replace("_", " "), f"{value:,}")
+            for name, value in counts
+            if isinstance(value, int) and value
+        )
 
     def count_request(self, prepared: PreparedRequest) -> None:
         """Count what a request asks for."""

@@ -18,13 +18,13 @@ from typing import Any
 from fminfer.core.errors import FminferError, OutputError, UsageError
 from fminfer.files.disk import path_beside
 from fminfer.files.line_reader import NAMED_ENDINGS, ROW_ENDINGS, is_input_name
+from fminfer.machine.installation import describe_install
 
 PART = f".part{os.getpid()}"  # added to a name while the file is on its way
 # headers that change with a file
 HTTP_MARKS = ("ETag", "Last-Modified", "Content-MD5", "Digest")
 MASK = "***"
 IN_TEXT = re.compile(r"[\w.+:-]+://[^\s'\"<>]*[^\s'\"<>.,:;!)\]]")
-INSTALL = "Into this environment: pip install s3fs for s3://, gcsfs for gs://, adlfs for abfs://"
 
 
 def list_inputs(url: str, endings: Sequence[str]) -> list[str]:
@@ -147,7 +147,8 @@ def _explain_error(error: Exception, right: str, url: str) -> str:
     """Say what is wrong, and what to do; `right` is what credentials have to allow."""
     text = hide_secrets(str(error), url)
     if isinstance(error, ImportError):
-        return f"{text}. {INSTALL}"
+        command = describe_install("remote", "s3fs")
+        return f"{text}. For s3://: {command}; gcsfs is for gs://, adlfs for abfs://"
     if isinstance(error, ValueError):  # a protocol that is not known
         return f"{text}; see that the URL is spelled right"
     return (

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fminfer.core.errors import DamagedInputError, UsageError
+from fminfer.machine.installation import describe_install
 
 STDIN = Path("-")
 DEVICES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))  # no place for files
@@ -203,8 +204,8 @@ def require_zstd(path: Path) -> Any:
     """Return the module for zstd; raise a UsageError if none is installed."""
     if (zstd := find_zstd()) is None:
         raise UsageError(
-            f"{path} is compressed with zstd, which Python reads from 3.14 on; pip install "
-            "backports.zstd, or decompress it (zstd -d does it)"
+            f"{path} is compressed with zstd, which Python reads from 3.14 on; "
+            f"{describe_install('zst')}, or decompress it (zstd -d does it)"
         )
     return zstd
 

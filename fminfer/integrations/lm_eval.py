@@ -23,8 +23,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
+from fminfer.answers.cache_place import KeptAnswers
 from fminfer.core.config import EngineConfig, check_option_names
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.option import options_of
@@ -124,7 +125,7 @@ class FminferLM(TemplateLM):
         chat_template_args: further variables of the chat template.
         batch_size, max_batch_size: passed by lm-eval and not used: all requests run together, as
             many at once as the engine's `budget` and `max_rows` allow.
-        options: other fields of `EngineConfig`.
+        options: other fields of `EngineConfig`, and `result_cache` and `result_cache_bytes`.
 
     Raises:
         UsageError: an option that cannot be, or a model without a tokenizer.
@@ -146,7 +147,8 @@ class FminferLM(TemplateLM):
         **options: Any,
     ) -> None:
         super().__init__()
-        known = {*options_of(EngineConfig)} - {"model", "device"}
+        known = {*options_of(EngineConfig), *options_of(KeptAnswers)}
+        known -= {"model", "device"}
         check_option_names(options, [*LM_EVAL_OPTIONS, *sorted(known)])
         if batch_size not in (None, 1, "1", "auto"):
             log.warning(

@@ -37,9 +37,11 @@ def _make_level(units: str, flags: str, *names: str) -> Level:
     return Level(frozenset(units.split()), tuple(flags.split()), caps)
 
 
-_AVX512 = "avx2 fma avx512f avx512bw avx512dq avx512vl avx512cd"
-LEVELS = {
-    "avx2": _make_level("avx2 fma", "-march=x86-64-v3", "avx2", "AVX2", "AVX2"),
+# What a compiler may take from them, as x86-64-v3 and v4 say.
+_AVX2 = "avx2 fma f16c bmi1 bmi2 abm movbe"
+_AVX512 = f"{_AVX2} avx512f avx512bw avx512dq avx512vl avx512cd"
+LEVELS = {  # from the least up
+    "avx2": _make_level(_AVX2, "-march=x86-64-v3", "avx2", "AVX2", "AVX2"),
     "avx512": _make_level(
         _AVX512, "-march=x86-64-v4", "avx512", "AVX512_CORE", "AVX512"
     ),
@@ -49,6 +51,13 @@ LEVELS = {
         "avx512",
         "AVX512_CORE_BF16",
         "AVX512_E3",
+    ),
+    "amx": _make_level(
+        f"{_AVX512} avx512_bf16 amx_tile amx_bf16",
+        "-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16",
+        "avx512",
+        "AVX512_CORE_AMX",
+        "AVX512_E4",
     ),
 }
 
@@ -81,6 +90,18 @@ def choose_level() -> Level | None:
             f"unset {VARIABLE} to use what it has"
         )
     return level
+
+
+def choose_level_name() -> str:
+    """Return the name of the greatest level that a run may use; "": this processor has none."""
+    name = read_chosen_name()
+    if name:
+        choose_level()
+        return name
+
+    units = _read_units()
+    names = [name for name, level in LEVELS.items() if level.units <= units]
+    return names[-1] if names else ""
 
 
 def cap_libraries() -> None:

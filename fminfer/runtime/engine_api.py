@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from typing_extensions import Self
 
+from fminfer.answers.answer_index import AnswerIndex, open_answer_index
+from fminfer.answers.cache_place import KeptAnswers
 from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.record import Record
 from fminfer.contract.vectors import check_endpoint
@@ -34,7 +38,9 @@ from fminfer.runtime.load.agreement import Opening
 from fminfer.runtime.load.assembly import load_tokenizer, make_intake
 from fminfer.runtime.load.one_pipeline import OnePipeline
 from fminfer.runtime.load.properties import PipelineProperties
+from fminfer.runtime.typed_answers import AnswerReader, AnswerType
 
+log = logging.getLogger(__name__)
 REPEAT_BITS = 64  # of the random number by which requests without a seed differ
 
 
@@ -60,6 +66,9 @@ class Engine:
         on_progress: called with (bytes read, bytes in all) while weights load.
         checkpoint: the model, if it is opened already; `compute` starts what computes.
         plan: the run's plan, if it is made already.
+        result_cache: a folder of answers that `run` and `embed` take and keep, also those of
+            commands with --result-cache; None: none is kept.
+        result_cache_bytes: most disk space of these answers.
         options: fields of `EngineConfig`, which `__init__` lists, in the place of a
         config's own.
 
@@ -84,6 +93,8 @@ class Engine:
         checkpoint: Checkpoint | None = None,
         plan: RunPlan | None = None,
         compute: Compute = start_computing,
+        result_cache: str | None = None,
+        result_cache_bytes: int | None = None,
         **options: Any,
     ) -> None:
         started = time.perf_counter()
@@ -116,11 +127,13 @@ class Engine:
             failed.callback(self._computing.close)
             num_blocks = self.facts.num_kv_blocks
             self.intake = make_intake(config, checkpoint, self.tokenizer, num_blocks)
+            self._kept = _open_kept_answers(plan, result_cache, result_cache_bytes)
             failed.pop_all()
         has_long_steps = bool(self.facts.streaming)
         self.runs = Runs(
             self._core, self.intake, self.model_name, has_long_steps=has_long_steps
         )
+        self.runs.cache = self._kept
         self._is_closed = False
         self.load_s = time.perf_counter() - started
 
@@ -208,6 +221,7 @@ class Engine:
         *,
         dimensions: int | None = None,
         prompt_name: str | None = None,
+        on_answer: Callable[[], object] = lambda: None,
     ) -> Any:
         """Return the vectors of texts, or of lists of ids: an array (texts, size) of float32.
 
@@ -215,7 +229,8 @@ class Engine:
 
         Args:
             dimensions: keep the first so many numbers of each.
-            prompt_name: which of the model's own prompts stands before each text.
+            prompt_name: which of the model's own prompts stands before each text; "": none.
+            on_answer: called after each text, for a bar.
 
         Raises:
             RequestError: what is wrong with a text, or the model gives no embeddings.
@@ -242,6 +257,7 @@ class Engine:
             if len(entries) != 1:
                 raise TypeError("embed takes a text, or a list of ids, in each place")
             embeddings[record.line.number] = entries[0]["embedding"]
+            on_answer()
         size = self.intake.limits.vectors.size if self.intake.limits.vectors else 0
         vectors = [embeddings[number] for number in sorted(embeddings)]
         return np.array(vectors or np.empty((0, dimensions or size)), np.float32)
@@ -275,7 +291,11 @@ class Engine:
         return self.runs.step()
 
     def run(
-        self, requests: Iterable[str | AnyRequest], read_ahead: int = LOOKAHEAD
+        self,
+        requests: Iterable[str | AnyRequest],
+        read_ahead: int = LOOKAHEAD,
+        *,
+        answer: AnswerType | None = None,
     ) -> Generator[Record, None, None]:
         """Answer requests, and read on while they are computed.
 
@@ -286,6 +306,9 @@ class Engine:
             completions
                 or chat request; or input lines.
             read_ahead: prompts to read before there is room for them. More allow a better order.
+            answer: what each answer must be: a class of pydantic, or a JSON Schema. A record's
+                `answer` is then an instance, or what the JSON says. It is None where there is
+                none, and `answer_error` says why.
 
         Yields:
             one Record for each request, in the order in which they finish: its `text`, or all
@@ -299,7 +322,14 @@ class Engine:
         if isinstance(requests, str | Mapping):
             raise UsageError("requests is one request; give a list, such as [request]")
         parsed = (self.make_request(r) if isinstance(r, str) else r for r in requests)
-        yield from self.runs.run(parsed, read_ahead)
+        if answer is None:
+            yield from self.runs.run(parsed, read_ahead)
+            return
+        reader = AnswerReader(answer)
+        with closing(
+            self.runs.run(map(reader.ask_for_type, parsed), read_ahead)
+        ) as records:
+            yield from map(reader.read, records)
 
     def stop(self, grace_s: float) -> None:
         """End the run in good order: no more lines, and rows that run have so long to end.
@@ -378,4 +408,24 @@ class Engine:
     def close(self) -> None:
         """End all computing and free its memory. The engine cannot be used afterwards."""
         self._is_closed = True
+        if self._kept is not None:
+            self._kept.close()
         self._computing.close()
+
+
+def _open_kept_answers(
+    plan: RunPlan, folder: str | None, max_bytes: int | None
+) -> AnswerIndex | None:
+    """Return the answers that a folder keeps; None: there is no folder.
+
+    Raises:
+        UsageError: it is no folder, or the size is too small.
+    """
+    kept = KeptAnswers(
+        result_cache=None if folder is None else Path(folder),
+        result_cache_bytes=max_bytes,
+    )
+    kept.check()
+    if kept.cache_place is None:
+        return None  # a fingerprint reads of every tensor
+    return open_answer_index(plan.fingerprint(), kept.cache_place, log.warning)

@@ -11,7 +11,7 @@ from typing import TypeVar
 import click
 import transformers
 
-from fminfer.compute.kernels.kernel_build import is_building
+from fminfer.compute.kernels.kernel_build import describe_shipped_fault, is_building
 from fminfer.core.errors import FminferError, StoppedError
 from fminfer.core.terminal import find_width, wrap_lines
 from fminfer.machine.user_cache import describe_cache_fault
@@ -160,6 +160,8 @@ def start_engine(run: ProcessContext, plan: RunPlan, compute: Compute) -> Engine
         print_note(unread)
     if scheme := plan.checkpoint.architecture.scheme:
         print_note(f"Of this model {scheme.describe(name_of(plan.dtype))}.")
+    if fault := describe_shipped_fault():
+        print_note(f"The kernels that came with fminfer are not used: {fault}.")
     if is_building():
         often = "each time" if describe_cache_fault() else "once"
         print_note(

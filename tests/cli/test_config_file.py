@@ -117,7 +117,12 @@ def test_every_flag_of_both_commands_is_a_key() -> None:
             for flag in (*param.opts, *param.secondary_opts)
             if flag.startswith("--")
         }
-        assert flags - flags_by_key(name).keys() == {"config", "attention", "fp16"}
+        assert flags - flags_by_key(name).keys() == {
+            "config",
+            "attention",
+            "fp16",
+            "help_all",
+        }
         assert {"model_name", "no_prefix_cache", "grace"} <= flags_by_key(name).keys()
 
 

@@ -16,6 +16,7 @@ from fminfer.cli.app import main
 from fminfer.cli.config_file import read_settings
 from fminfer.cli.flags import GroupedCommand, GroupedOption
 from fminfer.cli.old_command_lines import COMMANDS, FLAGS
+from fminfer.cli.option_table import COMMON
 from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
 from fminfer.core.option import GROUPS
@@ -37,10 +38,11 @@ def options_of(command: click.Command) -> list[click.Option]:
     return [param for param in command.params if isinstance(param, click.Option)]
 
 
-def sections_of(name: str) -> dict[str, list[str]]:
-    """Return the flags of each section of a command's help."""
+def sections_of(name: str, flag: str = "") -> dict[str, list[str]]:
+    """Return the flags of each section of a command's help, whole if it has more."""
     found: dict[str, list[str]] = {}
-    for line in CliRunner().invoke(main, [name, "--help"]).output.splitlines():
+    flag = flag or ("--help-all" if name in COMMON else "--help")
+    for line in CliRunner().invoke(main, [name, flag]).output.splitlines():
         if re.fullmatch(r"\w.*:", line):
             found[line[:-1]] = []
         elif found and (flags := re.match(r"  (-.*?)(  |$)", line)):
@@ -63,7 +65,8 @@ def test_every_option_belongs_to_a_group(name: str) -> None:
     sections = sections_of(name)
     assert [*sections] == [group for group in GROUPS if group in sections]
     # click keeps the option of whoever asked first, and only `fminfer` itself has -h.
-    assert sections.pop("Help")[-1] == "--help"
+    assert sections["Help"][-1] == "--help"
+    sections["Help"] = [f for f in sections["Help"] if f not in ("-h", "--help")]
     shown = sorted(flag for flags in sections.values() for flag in flags)
     assert shown == sorted(
         f for each in options for f in (*each.opts, *each.secondary_opts)
@@ -100,8 +103,24 @@ def test_the_first_help_names_a_first_try_chats_and_the_server() -> None:
     )
     assert "fminfer run --prompt" in text and "a page to chat on" in text
     assert "predict memory and time" not in text
-    run_help = " ".join(CliRunner().invoke(main, ["run", "--help"]).output.split())
+    run_help = " ".join(CliRunner().invoke(main, ["run", "--help-all"]).output.split())
     assert "as a completion's prompt, also for a chat model" in run_help
+
+
+@pytest.mark.parametrize("name", ["", *main.commands])
+def test_a_help_fits_a_screen(name: str) -> None:
+    """That of a run had 363 lines."""
+    words = [name, "--help"] if name else ["--help"]
+    lines = CliRunner().invoke(main, words).output.splitlines()
+    assert len(lines) <= 45
+    if name in COMMON:
+        flags = sections_of(name, "--help")["Common flags"]
+        assert len(flags) == len(COMMON[name]) == 10
+        whole = {flag for flags in sections_of(name).values() for flag in flags}
+        assert {*flags} <= whole and len(whole) > 15
+        num_shown = sum(not each.hidden for each in options_of(main.commands[name]))
+        assert lines[-1].startswith(f"All {num_shown} flags: ")
+        assert lines[-1].endswith(f" {name} --help-all")
 
 
 def test_a_bench_needs_a_tokenizer() -> None:

@@ -39,6 +39,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sources.mkdir()
     (sources / "one.cpp").write_text('extern "C" int answer() { return 42; }\n')
     monkeypatch.setattr(kernel_build, "SOURCES", sources)
+    monkeypatch.setattr(kernel_build, "SHIPPED", sources / "built")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "fminfer"
 
@@ -81,6 +82,91 @@ def test_it_is_built_once_and_kept(
     assert all(path.suffix == ".so" for path in cache.iterdir()), "nothing else is left"
     monkeypatch.setenv("CXX", "g++ -DANOTHER")
     assert KernelBuild()._process is not None, "another compiler's is another"
+
+
+@pytest.fixture
+def shipped(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a library that came with the package, for a pretended processor with AVX-512."""
+    monkeypatch.delenv("FMINFER_CPU", raising=False)
+    units = " ".join(processor.LEVELS["avx512"].units)
+    monkeypatch.setattr(processor, "_read_cpuinfo", lambda: f"flags : {units}")
+    source = cache.parent / "shipped.cpp"
+    source.write_text('extern "C" int answer() { return 42; }\n')
+    compiler = find_compiler()
+    assert compiler is not None
+    library = cache.parent / "library.so"
+    command = [*compiler, "-shared", "-fPIC", "-o", str(library), str(source)]
+    subprocess.run(command, check=True)
+
+    kernel_build.SHIPPED.mkdir()
+    for level in ("avx2", "avx512_bf16"):  # to load one of them is a mistake
+        name = kernel_build.make_library_name(level, b"")
+        (kernel_build.SHIPPED / name).write_bytes(b"")
+    name = kernel_build.make_library_name("avx512", library.read_bytes())
+    return library.rename(kernel_build.SHIPPED / name)
+
+
+@needs_compiler
+def test_a_library_that_came_along_needs_no_compiler(
+    shipped: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(kernel_build, "_build", None)
+    assert kernel_build.may_have_library()
+    build = kernel_build.start_build()
+    assert build._process is None and answers(build)
+    assert build.origin == "the library avx512 that came with fminfer"
+    assert not build.shipped_fault and not kernel_build.describe_shipped_fault()
+    assert not cache.exists(), "nothing is kept"
+
+    monkeypatch.setattr(processor, "_read_cpuinfo", lambda: "flags : fpu sse2")
+    monkeypatch.setattr(kernel_build, "_build", None)
+    assert not kernel_build.may_have_library(), "it is for another processor"
+    assert "no C++ compiler" in kernel_build.start_build().error
+
+
+@needs_compiler
+@pytest.mark.parametrize("has_compiler", [True, False])
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_library_that_cannot_be_loaded_falls_back(
+    is_cut: bool,
+    has_compiler: bool,
+    shipped: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """To a build, or to plain torch; to load a cut file would end the process by SIGBUS."""
+    whole = shipped.read_bytes()
+    if is_cut:
+        shipped.write_bytes(whole[: len(whole) // 2])
+    else:  # of another system, and whole
+        shipped.unlink()
+        other = b"no library"
+        name = kernel_build.make_library_name("avx512", other)
+        (kernel_build.SHIPPED / name).write_bytes(other)
+    # what the pretended processor has, this one may not have
+    monkeypatch.setattr(processor, "choose_compiler_flags", lambda: ())
+    if not has_compiler:
+        monkeypatch.setenv("CXX", "no-such-compiler")
+
+    build = KernelBuild()
+    monkeypatch.setattr(kernel_build, "_build", build)
+    assert answers(build) == has_compiler
+    reason = "is damaged" if is_cut else "cannot be loaded"
+    assert reason in build.shipped_fault
+    if has_compiler:
+        assert build.origin.startswith("built here by /")
+    else:
+        assert reason in build.error and "no C++ compiler" in build.error
+
+    config = EngineConfig(model="demo")
+    run: Any = SimpleNamespace(config=config, is_quiet=False)
+    with pytest.raises(NotImplementedError):
+        start_engine(run, plan_ahead(config, open_model(config)), compute_none)
+    says = " ".join(capfd.readouterr().err.split())
+    assert says.count("that came with fminfer are not used") == has_compiler, (
+        "without a compiler the reason stands in what makes the run slower"
+    )
 
 
 def test_a_process_that_hides_tiles_builds_anew(

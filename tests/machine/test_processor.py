@@ -20,16 +20,15 @@ from fminfer.machine.processor import (
     LEVELS,
     cap_libraries,
     choose_compiler_flags,
+    choose_level_name,
     has_unit,
 )
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.plan.planning import plan_ahead
 
 CPU = torch.device("cpu")
-GREATEST = (
-    "flags\t\t: fpu avx2 fma avx512f avx512bw avx512dq avx512vl avx512cd avx512_bf16 "
-    "amx_bf16"
-)
+GREATEST = f"flags\t\t: fpu {' '.join(sorted(LEVELS['amx'].units))}"
+OLD = f"flags : fpu {' '.join(sorted(LEVELS['avx2'].units))}"
 needs_avx2 = pytest.mark.skipif(
     not has_unit("avx2"), reason="this processor has no avx2"
 )
@@ -46,6 +45,7 @@ def greatest(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "has_pairs", "has_tiles"),
     [
         ("native", True, True),
+        ("amx", True, True),
         ("avx512_bf16", True, False),
         ("avx512", False, False),
         ("avx2", False, False),
@@ -80,6 +80,30 @@ def test_a_processor_with_tiles_may_do_without(
     assert os.environ["FMINFER_CPU"] == "avx512_bf16", "processes it starts have it"
 
 
+def test_the_greatest_level_that_a_processor_has_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of pretended processors; one that lacks a part of a level gets the level below."""
+    monkeypatch.delenv("FMINFER_CPU", raising=False)
+    units: set[str] = set()
+    monkeypatch.setattr(
+        processor, "_read_cpuinfo", lambda: f"flags : {' '.join(units)}"
+    )
+    assert choose_level_name() == ""
+    before = ""
+    for name, level in LEVELS.items():
+        more = sorted(level.units - units)
+        units |= {*more[1:]}
+        assert choose_level_name() == before, f"there is no {more[0]}"
+        units.add(more[0])
+        assert choose_level_name() == name
+        before = name
+    monkeypatch.setenv("FMINFER_CPU", "AVX512")
+    assert choose_level_name() == "avx512"
+    monkeypatch.setenv("FMINFER_CPU", "native")
+    assert choose_level_name() == "amx"
+
+
 def test_a_processor_without_tiles_stays_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -98,7 +122,7 @@ def test_a_run_says_that_the_variable_hides_fast_products(
     assert (
         "FMINFER_CPU=avx2 hides this CPU's fast products of bfloat16; unset it" in says
     )
-    monkeypatch.setattr(processor, "_read_cpuinfo", lambda: "flags : fpu avx2 fma")
+    monkeypatch.setattr(processor, "_read_cpuinfo", lambda: OLD)
     for name in ("avx2", ""):
         monkeypatch.setenv("FMINFER_CPU", name)
         assert "this CPU has no fast products of bfloat16" in describe_slow_dtype(
@@ -132,11 +156,9 @@ def test_the_libraries_are_told(
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "_read_cpuinfo", lambda: "flags : fpu avx2 fma")
+    monkeypatch.setattr(processor, "_read_cpuinfo", lambda: OLD)
     monkeypatch.setenv("FMINFER_CPU", "avx3")
-    allowed = (
-        r"'avx3'; set it to avx2, avx512, avx512_bf16, or to native \(all that this"
-    )
+    allowed = r"'avx3'; set it to avx2, avx512, avx512_bf16, amx, or to native \(all that this"
     with pytest.raises(UsageError, match=allowed):
         cap_libraries()
     monkeypatch.setenv("FMINFER_CPU", "avx512")
@@ -155,7 +177,12 @@ def test_builds_for_each_processor_are_kept_apart(
         monkeypatch.setenv("FMINFER_CPU", name)
         keys.add(kernel_build._make_build_key(compiler))
     assert len(keys) == 1 + len(LEVELS)
-    assert list(choose_compiler_flags()) == ["-march=x86-64-v4", "-mavx512bf16"]
+    assert list(choose_compiler_flags()) == [
+        "-march=x86-64-v4",
+        "-mavx512bf16",
+        "-mamx-tile",
+        "-mamx-bf16",
+    ]
 
 
 @needs_avx2

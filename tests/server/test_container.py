@@ -33,8 +33,12 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def copied() -> list[str]:
+    """Return what the build's context is asked for; the wheel comes from an earlier stage."""
     return [
-        p for word, rest in instructions() if word == "COPY" for p in rest.split()[:-1]
+        path
+        for word, rest in instructions()
+        if word == "COPY" and not rest.startswith("--from=")
+        for path in rest.split()[:-1]
     ]
 
 
@@ -88,7 +92,7 @@ def test_what_the_image_installs_can_be_installed() -> None:
     arguments = dict(
         rest.split("=", 1) for word, rest in instructions() if word == "ARG"
     )
-    assert arguments.keys() == {"BASE", "DEVICE", "TORCH_INDEX", "EXTRAS"}
+    assert arguments.keys() == {"BASE", "WHEEL_BASE", "DEVICE", "TORCH_INDEX", "EXTRAS"}
     for extra in arguments["EXTRAS"].split(","):
         assert extra in setup["options.extras_require"]
     needed = {

@@ -1,8 +1,10 @@
-"""Builds and loads the CPU's kernels, kernels/*.cpp.
+"""Loads the CPU's kernels: a library that came with the package, or one that is built here.
 
-Building takes some seconds of g++ once on a machine and needs no torch, so it can run while the
-process imports and loads. The library is kept in the user's cache folder, under a name
-made of its source, the compiler and its version, the processor and its own checksum.
+A wheel has a library for each level of processors (`scripts/wheel`), whose name holds its
+checksum. Without one that can be loaded kernels/*.cpp are built. This takes some seconds of g++
+once on a machine and needs no torch, so it can run while the process imports and loads. The
+library is kept in the user's cache folder, under a name made of its source, the compiler and its
+version, the processor and its own checksum.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from fminfer.machine import processor
 from fminfer.machine.user_cache import make_cache_folder
 
 SOURCES = Path(__file__).parent
+SHIPPED = SOURCES / "built"  # a clone has none
 FLAGS = [
     "-std=gnu++17",
     "-O3",
@@ -42,24 +45,43 @@ VERSION_S = 5.0  # so does one that does not tell its version by then
 
 
 class KernelBuild:
-    """The kernels' library: found in the cache, or being built. Starting that raises nothing."""
+    """The kernels' library: shipped, in the cache, or being built. Starting raises nothing."""
 
     def __init__(self) -> None:
         self._library: Library | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._own_folder: tempfile.TemporaryDirectory[str] | None = None
         self.error = ""  # why there is no library
+        self.origin = ""  # where the library is from
+        # why the library that came with the package is not used; "": it is, or none came
+        self.shipped_fault = ""
         self.processor_flags = [*processor.choose_compiler_flags()]
         try:
-            self._find_or_start_build()
+            if not self._load_shipped_library():
+                self._find_or_start_build()
         except OSError as error:
             self.error = f"the kernels cannot be built: {error}"
+
+    def _load_shipped_library(self) -> bool:
+        """Load the library that came for this processor; tell whether it is usable."""
+        level = processor.choose_level_name()
+        for path in SHIPPED.glob(f"kernels-{level}-*.so"):
+            try:
+                self._library = _load_whole_library(path, level)
+            except OSError as error:
+                self.shipped_fault = f"{path} cannot be loaded: {error}"
+            else:
+                self.origin = f"the library {level} that came with fminfer"
+                return True
+        return False
 
     def _find_or_start_build(self) -> None:
         compiler = find_compiler()
         if compiler is None:
-            self.error = "there is no C++ compiler; install g++, or set CXX to one"
+            missing = "there is no C++ compiler; install g++, or set CXX to one"
+            self.error = "; ".join(filter(None, (self.shipped_fault, missing)))
             return
+        self.origin = f"built here by {compiler[0]}"
         folder = make_cache_folder()
         if folder is None:
             self._own_folder = tempfile.TemporaryDirectory(prefix="fminfer-")
@@ -174,7 +196,18 @@ def start_build() -> KernelBuild:
 
 def may_have_library() -> bool:
     """Tell whether this process's build gives a library, as far as is known without waiting."""
-    return find_compiler() is not None if _build is None else _build.may_succeed()
+    if _build is not None:
+        return _build.may_succeed()
+    level = processor.choose_level_name()
+    has_shipped = any(SHIPPED.glob(f"kernels-{level}-*.so"))
+    return has_shipped or find_compiler() is not None
+
+
+def describe_shipped_fault() -> str:
+    """Return why kernels are built here, though some came with the package; "": they are not."""
+    if _build is None or not _build.may_succeed():
+        return ""
+    return _build.shipped_fault
 
 
 def is_building() -> bool:
@@ -199,10 +232,17 @@ def find_compiler() -> list[str] | None:
     return None if path is None else [path, *command[1:]]
 
 
+def _load_whole_library(path: Path, level: str) -> Library:
+    """Load a shipped library; raise an OSError for one that is cut, or not for this system."""
+    if path.name != make_library_name(level, path.read_bytes()):
+        raise OSError("it is damaged; install fminfer again")
+    return Library(str(path))
+
+
 def _find_library(folder: Path, key: str) -> Path | None:
     """Return the library if it is there and whole; a torn one would end the process."""
     for path in folder.glob(f"kernels-{key}-*.so"):
-        if path.name == _library_name(key, path.read_bytes()):
+        if path.name == make_library_name(key, path.read_bytes()):
             return path
         path.unlink(missing_ok=True)
     return None
@@ -211,13 +251,14 @@ def _find_library(folder: Path, key: str) -> Path | None:
 def _store_library(part: Path, folder: Path, key: str) -> Path:
     """Give a finished library its name, whole or not at all, whoever else builds it."""
     with part.open("rb") as file:
-        path = folder / _library_name(key, file.read())
+        path = folder / make_library_name(key, file.read())
         os.fsync(file.fileno())
     os.replace(part, path)
     return path
 
 
-def _library_name(key: str, library: bytes) -> str:
+def make_library_name(key: str, library: bytes) -> str:
+    """Return a library's file name: what it is for, and its checksum."""
     return f"kernels-{key}-{hashlib.sha256(library).hexdigest()[:16]}.so"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from fminfer.core.errors import DamagedInputError, UsageError
 from fminfer.files.streams import Digest
+from fminfer.machine.installation import describe_install
 
 BATCH_ROWS = 256  # texts may be long
 Cells = dict[str, Any]  # by column
@@ -105,7 +106,7 @@ def import_pyarrow(module: str = "pyarrow") -> Any:
     except ImportError as error:
         raise UsageError(
             "reading Parquet and writing tables need pyarrow, which is not installed "
-            f"({error}): pip install 'fminfer[tables]'"
+            f"({error}): {describe_install('tables')}"
         ) from error
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 from fminfer.answers.answer_index import AnswerIndex
 from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
-from fminfer.core.errors import StoppedError, line_error
+from fminfer.core.errors import StoppedError, UsageError, line_error
 from fminfer.engine.engine_core import (
     Delta,
     EngineCore,
@@ -71,6 +71,7 @@ class LineRunner:
         self._requests: dict[int, LineRequest] = {}  # with the engine
         self._done: list[Record] = []  # and not yet handed out
         self._has_all = False
+        self._is_ended = False
         self._stop_at_s = math.inf
         if self.engine is not None:
             self.engine.start_run()
@@ -196,6 +197,8 @@ class LineRunner:
             StoppedError: it was to stop, and lines are left.
             FminferError: the engine cannot go on.
         """
+        if self._is_ended:
+            raise UsageError("a newer run has ended this one, which was interrupted")
         self._feed_engine()
         for event in self.core.step() if self.core.has_work else []:
             if event.request_id not in self._requests:
@@ -238,6 +241,11 @@ class LineRunner:
             and not self._window
         ):
             self.engine.expect_no_more_requests()
+
+    def end(self) -> None:
+        """Cancel what has no record yet, and answer no more lines."""
+        self.close()
+        self._is_ended = True
 
     def close(self) -> None:
         """Cancel what has no record yet."""

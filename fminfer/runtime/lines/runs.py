@@ -3,6 +3,7 @@ requests."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -65,9 +66,11 @@ class Runs:
         if read_ahead < 1:
             raise UsageError(f"read_ahead is {read_ahead}; it must be at least 1")
         if self._runner is not None and self._runner.is_busy:
-            raise UsageError(
-                "the engine is in the middle of a run; finish or close that one first"
-            )
+            if not _was_interrupted():
+                raise UsageError(
+                    "the engine is in the middle of a run; finish or close that one first"
+                )
+            self._runner.end()
         self._intake.warnings.clear()
         keeps_vectors_apart = is_only_run and self._config.embeddings == "npy"
         line_intake = LineIntake(self._intake, name_line=name_line)
@@ -138,3 +141,11 @@ class Runs:
         except BaseException as error:
             self.lanes.fail(error)
             raise
+
+
+def _was_interrupted() -> bool:
+    """Tell whether the last error that a shell or notebook has shown is Ctrl-C.
+
+    The shell then keeps the frame of the run's loop, which never goes on.
+    """
+    return getattr(sys, "last_type", None) is KeyboardInterrupt

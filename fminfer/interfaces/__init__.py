@@ -1,0 +1,1 @@
+"""Python as people of other tools write it."""
