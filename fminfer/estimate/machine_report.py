@@ -68,15 +68,13 @@ def make_machine_report() -> MachineReport:
 
 
 def hide_names(text: str) -> str:
-    """Return a text without home folders and the user's name."""
+    """Return a text without home folders, and folders named like the user."""
     homes = {os.path.expanduser("~"), os.environ.get("HOME", "")} - {"", "/", "~"}
     for home in sorted(homes, key=len, reverse=True):
         text = re.sub(rf"{re.escape(home)}(?=/|$|\W)", "~", text)
     text = re.sub(r"/(home|Users)/[^/\s]+", "~", text)
     with suppress(OSError, KeyError, ImportError):
-        user = getpass.getuser()
-        if user != "root":
-            text = re.sub(rf"\b{re.escape(user)}\b", "USER", text)
+        text = re.sub(rf"/{re.escape(getpass.getuser())}(?=/|$)", "/USER", text)
     return text
 
 
