@@ -45,11 +45,11 @@ def test_a_folder_that_cannot_be_written_is_a_finding() -> None:
 
 def test_homes_and_users_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/data/anna")
-    monkeypatch.setenv("LOGNAME", "anna.b")
-    shown = hide_names(
-        "/data/anna/x:/home/bert/y /Users/carl and /data/annabel, anna.b"
-    )
-    assert shown == "~/x:~/y ~ and /data/annabel, USER"
+    monkeypatch.setenv("LOGNAME", "fminfer")
+    shown = hide_names("/data/anna/x:/home/bert/y /Users/carl and /data/annabel")
+    assert shown == "~/x:~/y ~ and /data/annabel"
+    shown = hide_names("came with fminfer, in /scratch/fminfer/x and /scratch/fminfer")
+    assert shown == "came with fminfer, in /scratch/USER/x and /scratch/USER"
 
 
 def test_a_section_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
