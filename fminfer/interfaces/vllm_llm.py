@@ -58,8 +58,16 @@ class LLM:
         named = check_arguments("LLM", {"model": model, **options})
         del named["model"]
         default_source = chosen.pop("generation_config", "auto")
+        if default_source not in ("auto", "vllm"):
+            raise UsageError(
+                f"generation_config is {default_source!r}; give auto (the model's) or vllm"
+            )
         quantization = named.pop("quantization", None)
-        chosen |= {OPTIONS.get(name, name): value for name, value in named.items()}
+        chosen |= {
+            OPTIONS.get(name, name): value
+            for name, value in named.items()
+            if value is not None
+        }
         chosen["dtype"] = DTYPES.get(
             chosen.get("dtype", "auto"), chosen.get("dtype", "auto")
         )
@@ -294,8 +302,12 @@ def _list_prompts(prompts: AnyPrompt | Sequence[AnyPrompt]) -> list[AnyPrompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     ids = [each for each in prompts if isinstance(each, int)]
-    if ids:
+    if ids and len(ids) == len(prompts):
         return [ids]
+    if ids:
+        raise UsageError(
+            "prompts holds single ids beside others; give each prompt's ids as a list"
+        )
     return [each for each in prompts if not isinstance(each, int)]
 
 

@@ -108,6 +108,11 @@ def test_arguments_are_in_the_table_or_refused(llm: LLM) -> None:
         llm.generate(["a", "b"], [SamplingParams()])
     with pytest.raises(UsageError, match="'multi_modal_data'; give"):
         llm.generate({"prompt": "a", "multi_modal_data": {}})
+    with pytest.raises(UsageError, match="single ids beside others"):
+        llm.generate(["a", 5])
+    with pytest.raises(UsageError, match="give auto"):
+        LLM("demo", generation_config="/a/folder")
+    assert LLM("demo", enable_prefix_caching=None).engine.config.prefix_cache
     with pytest.raises(UsageError, match="logits_processors are not supported"):
         llm.generate("a", SamplingParams(logits_processors=[len]))
     with pytest.raises(UsageError, match="structured_outputs is a str"):
