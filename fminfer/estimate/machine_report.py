@@ -95,7 +95,7 @@ def _describe_processor(findings: list[str]) -> Iterator[tuple[str, str]]:
     if library is not None:
         yield "kernels", build.origin
         if build.shipped_fault:
-            findings.append(f"{build.shipped_fault}; install fminfer again")
+            findings.append(f"Kernels are built here: {build.shipped_fault}")
     else:
         yield "kernels", "plain torch"
         findings.append(f"Plain torch computes, which is slower: {build.error}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from functools import partial
 from itertools import count
 from typing import Any
@@ -74,11 +74,13 @@ class AsyncEngine:
         line_request = await asyncio.to_thread(
             self._prepare, engine, request, fields, next(self._numbers)
         )
-        events = self._events_of(engine, line_request, is_streamed=False)
-        async for event in events:
-            if isinstance(event, Finished):
-                form = RecordForm(engine.model_name, created=0)
-                return form.build(line_request, event)
+        async with aclosing(
+            self._events_of(engine, line_request, is_streamed=False)
+        ) as events:
+            async for event in events:
+                if isinstance(event, Finished):
+                    form = RecordForm(engine.model_name, created=0)
+                    return form.build(line_request, event)
         raise AssertionError("a request ends with an answer or an error")
 
     async def stream(
@@ -92,20 +94,22 @@ class AsyncEngine:
         line_request = await asyncio.to_thread(
             self._prepare, engine, request, fields, next(self._numbers)
         )
-        events = self._events_of(engine, line_request, is_streamed=True)
-        try:
+        async with aclosing(
+            self._events_of(engine, line_request, is_streamed=True)
+        ) as events:
             async for event in events:
                 if isinstance(event, Delta):
                     yield event
-        finally:
-            await events.aclose()
 
     async def close(self) -> None:
         """End all computing and free its memory; open requests raise."""
         if self._starting is None:
             self._failure = self._failure or _closed_error()
             return
-        engine = await self._starting
+        try:
+            engine = await self._starting
+        except FminferError:
+            return  # nothing was loaded, and who asked for it was told
         self._fail(_closed_error())
         self._is_over.set()
         engine.wake()

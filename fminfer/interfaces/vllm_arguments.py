@@ -105,6 +105,48 @@ ARGUMENTS: dict[str, dict[str, Argument]] = {
         ),
         **_refused("The tokenizer's files say it", "tokenizer_mode", "auto"),
     },
+    # Its fields go into requests, which refuse what nobody acts on.
+    "SamplingParams": {
+        **_acted_on(
+            **{
+                name: "as in a request"
+                for name in (
+                    "n",
+                    "best_of",
+                    "presence_penalty",
+                    "frequency_penalty",
+                    "repetition_penalty",
+                    "temperature",
+                    "top_p",
+                    "top_k",
+                    "min_p",
+                    "seed",
+                    "stop",
+                    "stop_token_ids",
+                    "bad_words",
+                    "include_stop_str_in_output",
+                    "ignore_eos",
+                    "min_tokens",
+                    "logprobs",
+                    "skip_special_tokens",
+                    "truncate_prompt_tokens",
+                    "logit_bias",
+                    "allowed_token_ids",
+                )
+            },
+            max_tokens="None: what the context leaves",
+            prompt_logprobs="so many alternatives for each token of the prompt",
+            structured_outputs="what the text must be",
+            guided_decoding="its older name",
+        ),
+        **_without_effect("whole answers are returned", "output_kind"),
+        **_refused("There is no other form", "flat_logprobs", False),
+        **_refused(
+            "There is no other way", "detokenize spaces_between_special_tokens", True
+        ),
+        **_refused("logit_bias changes logits", "logits_processors"),
+        **_refused("Nobody reads them", "extra_args", {}),
+    },
     "generate": {
         **_acted_on(
             prompts="a text, ids, {'prompt': …}, {'prompt_token_ids': …}, or a list",
@@ -131,8 +173,8 @@ ARGUMENTS: dict[str, dict[str, Argument]] = {
     "classify": {**_acted_on(prompts="as in generate"), **_OF_VECTORS},
     "score": {
         **_acted_on(
-            data_1="a text, or one for each of data_2; text_1 is its older name",
-            data_2="a text, or a list; text_2 is its older name",
+            data_1="a text, or one for each of data_2",
+            data_2="a text, or a list",
         ),
         **_OF_VECTORS,
         **_refused("Texts are compared as they are", "chat_template"),

@@ -159,7 +159,8 @@ class LLM:
         if hf is None or not (template or hf.chat_template):
             raise UsageError("the model has no chat template; give chat_template")
         settings.setdefault("add_generation_prompt", True)
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        is_one = any(isinstance(message, Mapping) for message in messages)
+        conversations = [messages] if is_one else messages
         prompts = [
             hf.apply_chat_template(
                 conversation,
@@ -181,16 +182,13 @@ class LLM:
         **others: Any,
     ) -> list[EmbeddingRequestOutput]:
         """Return the vectors of texts, in their order; it raises as `generate` does."""
-        settings = check_arguments("embed", others)
-        requests = [
-            {"input": _find_input(p)} | settings for p in _list_prompts(prompts)
-        ]
 
         def build(record: Record) -> EmbeddingRequestOutput:
             vector = [float(x) for x in _find_entry(record)["embedding"]]
             return EmbeddingRequestOutput(_find_id(record), EmbeddingOutput(vector))
 
-        return self._run(requests, build, use_tqdm)
+        settings = check_arguments("embed", others)
+        return self._run(_make_inputs(prompts, settings), build, use_tqdm)
 
     def classify(
         self,
@@ -200,18 +198,13 @@ class LLM:
         **others: Any,
     ) -> list[ClassificationRequestOutput]:
         """Return the probabilities of texts' classes; it raises as `generate` does."""
-        settings = check_arguments("classify", others)
-        requests = [
-            {"input": _find_input(p)} | settings for p in _list_prompts(prompts)
-        ]
 
         def build(record: Record) -> ClassificationRequestOutput:
-            probs = _find_entry(record)["probs"]
-            return ClassificationRequestOutput(
-                _find_id(record), ClassificationOutput(probs)
-            )
+            probs = ClassificationOutput(_find_entry(record)["probs"])
+            return ClassificationRequestOutput(_find_id(record), probs)
 
-        return self._run(requests, build, use_tqdm)
+        settings = check_arguments("classify", others)
+        return self._run(_make_inputs(prompts, settings), build, use_tqdm)
 
     def score(
         self,
@@ -260,9 +253,7 @@ class LLM:
         self, prompt: AnyPrompt, params: SamplingParams
     ) -> dict[str, Any]:
         """Return the request that a prompt and its parameters are."""
-        request = {"prompt": _find_input(prompt), **params.make_fields()}
-        if isinstance(prompt, Mapping) and "add_special_tokens" in prompt:
-            request["add_special_tokens"] = prompt["add_special_tokens"]
+        request = _make_input(prompt, "prompt") | params.make_fields()
         if params.max_tokens is None:
             ids = request["prompt"]
             if isinstance(ids, str):
@@ -271,7 +262,11 @@ class LLM:
                     ids, add_special_tokens=is_special
                 )
                 ids = encoded.ids
-            request["max_tokens"] = max(0, self.engine.context_length - len(ids))
+            num_tokens = len(ids)
+            if (most := params.truncate_prompt_tokens) is not None and most > 0:
+                num_tokens = min(num_tokens, most)
+            # a prompt that fills the context is refused, as with any limit
+            request["max_tokens"] = max(1, self.engine.context_length - num_tokens)
         return request
 
     def _run(
@@ -311,18 +306,27 @@ def _list_prompts(prompts: AnyPrompt | Sequence[AnyPrompt]) -> list[AnyPrompt]:
     return [each for each in prompts if not isinstance(each, int)]
 
 
-def _find_input(prompt: AnyPrompt) -> Any:
-    """Return the text or the ids of a prompt."""
+def _make_input(prompt: AnyPrompt, field: str) -> dict[str, Any]:
+    """Return the fields of a request that a prompt is; `field` has its text or ids."""
     if not isinstance(prompt, Mapping):
-        return prompt if isinstance(prompt, str) else [*prompt]
-    known = {"prompt", "prompt_token_ids", "add_special_tokens"}
-    texts = [prompt[name] for name in ("prompt_token_ids", "prompt") if name in prompt]
-    if not texts or prompt.keys() - known:
+        return {field: prompt if isinstance(prompt, str) else [*prompt]}
+    others = dict(prompt)
+    texts = [others.pop(n) for n in ("prompt_token_ids", "prompt") if n in prompt]
+    if len(texts) != 1 or others.keys() - {"add_special_tokens"}:
         raise UsageError(
             f"a prompt has {', '.join(map(repr, prompt))}; give 'prompt' or "
             "'prompt_token_ids', and nothing else"
         )
-    return texts[0]
+    return {field: texts[0], **others}
+
+
+def _make_inputs(
+    prompts: AnyPrompt | Sequence[AnyPrompt], settings: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the requests that ask for the vectors or classes of prompts."""
+    return [
+        _make_input(prompt, "input") | settings for prompt in _list_prompts(prompts)
+    ]
 
 
 def _find_entry(record: Record) -> dict[str, Any]:

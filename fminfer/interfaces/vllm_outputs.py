@@ -15,9 +15,8 @@ class Logprob:
     """A token's logprob, and what it is among all tokens."""
 
     logprob: float
-    rank: (
-        int | None
-    )  # from 1; None: it is not among the alternatives that were asked for
+    # from 1; None: it is not among the alternatives that were asked for
+    rank: int | None
     decoded_token: str
 
 

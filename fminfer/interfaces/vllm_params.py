@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
@@ -42,14 +43,17 @@ class StructuredOutputsParams:
     def make_fields(self) -> dict[str, Any]:
         """Return the field `structured_outputs` of a request."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value}
+        # an empty choice is none, and a request says so
+        return {
+            name: value for name, value in values.items() if value not in (None, False)
+        }
 
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of a prompt are drawn, with vLLM's names and defaults.
 
-    Fields mean what they mean in a request (docs/contract.md). What this package does not do is
+    Fields mean what they mean in a request (docs/contract.md). `vllm_arguments` lists what is
     refused when a prompt is answered.
     """
 
@@ -105,7 +109,18 @@ class SamplingParams:
             del sent[name]
         if self.logit_bias is not None:
             sent["logit_bias"] = {str(i): bias for i, bias in self.logit_bias.items()}
-        constraint = self.structured_outputs or self.guided_decoding
+        if self.output_kind is not None:
+            warnings.warn(
+                "SamplingParams: without effect here: output_kind", stacklevel=2
+            )
+        constraint = self.structured_outputs
+        if constraint is None:
+            constraint = self.guided_decoding
+        elif self.guided_decoding is not None:
+            raise UsageError(
+                "SamplingParams: structured_outputs and guided_decoding are both given; "
+                "guided_decoding is the older name"
+            )
         if isinstance(constraint, StructuredOutputsParams):
             sent["structured_outputs"] = constraint.make_fields()
         elif isinstance(constraint, Mapping):

@@ -55,7 +55,8 @@ def _describe_pipx(receipt: str, extra: str, packages: str) -> str:
         return f"pipx inject fminfer {packages}"
     match = re.search(r"\[([\w,-]+)\]", _find_text(receipt, "package_or_url"))
     extras = match[1].split(",") if match else []
-    return f"pipx install --force {_make_requirement([*extras, extra])}"
+    requirement = _make_requirement([*extras, extra], takes_constraints=False)
+    return f"pipx install --force {requirement}"
 
 
 def _find_text(receipt: str, name: str) -> str:
@@ -63,7 +64,7 @@ def _find_text(receipt: str, name: str) -> str:
     return match[1] if match else ""
 
 
-def _make_requirement(extras: list[str]) -> str:
+def _make_requirement(extras: list[str], *, takes_constraints: bool = True) -> str:
     """Return what an installer is given: the name, or where this copy came from."""
     wanted = ",".join(dict.fromkeys(extras))
     wanted = f"[{wanted}]" if wanted else ""
@@ -72,7 +73,8 @@ def _make_requirement(extras: list[str]) -> str:
     if "dir_info" in origin:
         is_editable = "-e " if origin["dir_info"].get("editable") else ""
         limits = path / "constraints.txt"
-        pins = f"-c {shlex.quote(str(limits))} " if limits.exists() else ""
+        has_pins = takes_constraints and limits.exists()
+        pins = f"-c {shlex.quote(str(limits))} " if has_pins else ""
         return f"{pins}{is_editable}{shlex.quote(f'{path}{wanted}')}"
     if origin.get("url", "").startswith("file:") and path.exists():
         return shlex.quote(f"fminfer{wanted} @ {origin['url']}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import secrets
 import time
@@ -410,6 +411,7 @@ class Engine:
         self._is_closed = True
         if self._kept is not None:
             self._kept.close()
+            atexit.unregister(self._kept.close)
         self._computing.close()
 
 
@@ -428,4 +430,8 @@ def _open_kept_answers(
     kept.check()
     if kept.cache_place is None:
         return None  # a fingerprint reads of every tensor
-    return open_answer_index(plan.fingerprint(), kept.cache_place, log.warning)
+    index = open_answer_index(plan.fingerprint(), kept.cache_place, log.warning)
+    assert index is not None, "there is a place"
+    # evaluators close no engine, and the last answers are not written yet when they end
+    atexit.register(index.close)
+    return index
