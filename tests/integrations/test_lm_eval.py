@@ -277,6 +277,20 @@ def test_what_lm_eval_cannot_have(demo: FminferLM) -> None:
         demo.loglikelihood(long, disable_tqdm=True)
 
 
+def test_kept_answers_are_taken_by_a_second_evaluation(tmp_path: Path) -> None:
+    """What `fminfer run --result-cache` does: nothing is computed again."""
+    pairs = instances("loglikelihood", [("How do you", " go"), ("from the", " den")])
+    texts = instances("generate_until", [("How do", {"max_gen_toks": 4, "until": []})])
+    seen = []
+    for _ in range(2):
+        model = FminferLM(dtype="float32", result_cache=str(tmp_path / "kept"))
+        answers = model.loglikelihood(pairs), model.generate_until(texts)
+        seen.append((answers, model.engine.stats.num_prompt_tokens))
+        model.engine.close()
+    assert seen[0][0] == seen[1][0]
+    assert seen[0][1] > 0 and seen[1][1] == 0
+
+
 def test_lm_evals_cache_holds_the_answers(tmp_path: Path) -> None:
     def run() -> dict[str, Any]:
         results: dict[str, Any] = lm_eval.simple_evaluate(

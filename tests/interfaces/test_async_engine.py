@@ -183,5 +183,18 @@ def test_a_closed_engine_and_one_of_another_loop_are_refused() -> None:
 
 
 def test_a_model_that_does_not_load_raises() -> None:
-    with pytest.raises(FminferError):
-        run(AsyncEngine("/no/such/model").generate("a"))
+    async def main() -> None:
+        engine = AsyncEngine("/no/such/model")
+        with pytest.raises(FminferError):
+            await engine.generate("a")
+        await engine.close()
+
+    run(main())
+
+
+def test_an_engine_may_be_closed_twice() -> None:
+    async def main() -> None:
+        async with AsyncEngine(dtype="float32") as engine:
+            await engine.close()
+
+    run(main())

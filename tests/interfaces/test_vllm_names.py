@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fminfer import LLM, RequestError, SamplingParams, UsageError
+from fminfer.interfaces.vllm_arguments import ARGUMENTS
 from fminfer.interfaces.vllm_params import StructuredOutputsParams
-from tests.interfaces.script_models import save_llama
+from tests.interfaces.script_models import save_bert, save_llama, save_modules
 
 QUESTION = "Question: How do you go from the porch to the den?\nAnswer:"
 
@@ -117,6 +119,56 @@ def test_arguments_are_in_the_table_or_refused(llm: LLM) -> None:
         llm.generate("a", SamplingParams(logits_processors=[len]))
     with pytest.raises(UsageError, match="structured_outputs is a str"):
         llm.generate("a", SamplingParams(structured_outputs="json"))  # type: ignore[arg-type]
-    for fields in (StructuredOutputsParams(choice=["x", "y"]), {"choice": ["x", "y"]}):
-        params = SamplingParams(structured_outputs=fields)
+    for wish in (StructuredOutputsParams(choice=["x", "y"]), {"choice": ["x", "y"]}):
+        params = SamplingParams(structured_outputs=wish)
         assert llm.generate("a", params)[0].outputs[0].text in ("x", "y")
+
+
+def test_the_table_has_each_field_of_sampling_params(llm: LLM) -> None:
+    """Defaults pass; what the table refuses is refused, and nothing is dropped."""
+    table = ARGUMENTS["SamplingParams"]
+    assert {field.name for field in fields(SamplingParams)} == {*table}
+    for name, argument in table.items():
+        if argument.effect == "refused":
+            assert getattr(SamplingParams(), name) in argument.passes
+            wrong: dict[str, Any] = {name: {"extra_args": {"a": 1}}.get(name)}
+            if wrong[name] is None:
+                is_on = getattr(SamplingParams(), name)
+                wrong[name] = [len] if name == "logits_processors" else not is_on
+            with pytest.raises((RequestError, UsageError)):
+                llm.generate("a", SamplingParams(**wrong))
+    with pytest.warns(UserWarning, match="without effect here: output_kind"):
+        llm.generate("a", SamplingParams(output_kind=2, max_tokens=1))
+
+
+def test_constraints_are_not_dropped(llm: LLM) -> None:
+    """An empty list was no constraint, and of two the older one was left out."""
+    empty = StructuredOutputsParams(choice=[])
+    with pytest.raises(RequestError, match="choice"):
+        llm.generate("a", SamplingParams(structured_outputs=empty))
+    both: dict[str, Any] = {"choice": ["x"]}
+    with pytest.raises(UsageError, match="are both given"):
+        params = SamplingParams(structured_outputs=both, guided_decoding=both)
+        llm.generate("a", params)
+
+
+def test_a_cut_prompt_without_a_limit_is_answered(llm: LLM) -> None:
+    """It had no token: the room was counted before the cut."""
+    params = SamplingParams(max_tokens=None, truncate_prompt_tokens=5, temperature=0)
+    params.ignore_eos = True
+    (output,) = llm.generate("north " * 3000, params)
+    num_drawn = len(output.outputs[0].token_ids)
+    assert num_drawn == llm.engine.context_length - 5
+    with pytest.raises(RequestError, match="context"):
+        llm.generate("north " * 3000, SamplingParams(max_tokens=None))
+    assert llm.chat([]) == []
+
+
+def test_special_tokens_of_a_vectors_prompt_are_acted_on(tmp_path: Path) -> None:
+    save_bert(tmp_path)
+    save_modules(tmp_path, ("Transformer", "Pooling"))
+    encoder = LLM(str(tmp_path), dtype="float32")
+    bare: Any = {"prompt": "the dog", "add_special_tokens": False}
+    plain, without = encoder.embed(["the dog", bare])
+    assert plain.outputs.embedding != without.outputs.embedding
+    encoder.engine.close()

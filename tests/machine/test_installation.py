@@ -92,5 +92,12 @@ def test_a_clone_and_a_file_are_named(
     assert (
         install_from({"url": wheel.as_uri()}) == f"'fminfer[serve] @ {wheel.as_uri()}'"
     )
+    receipt = prefix / "pipx_metadata.json"
+    receipt.write_text(PIPX)
+    forced = "pipx install --force"
+    assert install_from(origin | {"dir_info": {}}) == (
+        f"{forced} '{clone}[tables,zst,serve]'"
+    ), "pipx takes no constraints"
+    receipt.unlink()
     wheel.unlink()
     assert install_from({"url": wheel.as_uri()}) == "'fminfer[serve]'"
