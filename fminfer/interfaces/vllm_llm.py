@@ -130,10 +130,7 @@ class LLM:
             index = record.line.number - 1
             prompt = requests[index]["prompt"]
             text = prompt if isinstance(prompt, str) else None
-            output: RequestOutput = self._builder.build(
-                record, text, each_params[index]
-            )
-            return output
+            return self._builder.build(record, text, each_params[index])
 
         return self._run(requests, build, use_tqdm)
 

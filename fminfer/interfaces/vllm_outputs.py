@@ -107,7 +107,9 @@ class OutputBuilder:
     decode: Callable[[list[int]], str]
     _known: dict[str, tuple[int, str]] = field(default_factory=dict)
 
-    def build(self, record: Record, prompt: str | None, params: SamplingParams) -> Any:
+    def build(
+        self, record: Record, prompt: str | None, params: SamplingParams
+    ) -> RequestOutput:
         """Return a prompt's output.
 
         Raises:
@@ -115,10 +117,10 @@ class OutputBuilder:
         """
         choices = [choice.fields for choice in record.choices]
         prompt_ids = choices[0]["prompt_token_ids"]
-        is_echoed = params.prompt_logprobs is not None
-        num_echoed = len(prompt_ids) if is_echoed else 0
+        num_echoed = 0
         prompt_logprobs = None
         if params.prompt_logprobs is not None:
+            num_echoed = len(prompt_ids)
             rows = self._make_logprobs(choices[0], params.prompt_logprobs)
             prompt_logprobs = rows[:num_echoed]
         return RequestOutput(
@@ -135,7 +137,6 @@ class OutputBuilder:
     ) -> CompletionOutput:
         logprobs = None
         cumulative = None
-        token_ids = choice["token_ids"]
         if params.logprobs is not None:
             rows = self._make_logprobs(choice, params.logprobs)[num_echoed:]
             logprobs = [row for row in rows if row is not None]
@@ -144,7 +145,7 @@ class OutputBuilder:
         return CompletionOutput(
             index=choice["index"],
             text=self._find_text(choice, params, num_echoed),
-            token_ids=token_ids,
+            token_ids=choice["token_ids"],
             cumulative_logprob=cumulative,
             logprobs=logprobs,
             finish_reason=choice["finish_reason"],
