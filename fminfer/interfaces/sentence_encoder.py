@@ -13,7 +13,6 @@ from tqdm.auto import tqdm
 from fminfer.core.errors import UsageError
 from fminfer.runtime.engine_api import Engine
 
-_CUT = "truncate-right"
 # the power of the norm that measures a difference
 DISTANCES = {"euclidean": 2.0, "manhattan": 1.0}
 # Of the constructor: the model's files say it, or the engine decides.
@@ -60,7 +59,7 @@ class SentenceTransformer:
         chosen = {
             "device": device or "auto",
             "dtype": "float32",
-            "on_too_long": _CUT,
+            "on_too_long": "truncate-right",
         } | options
         self.engine = Engine(model, **chosen)
         spec = self.engine.intake.limits.vectors
